@@ -1,0 +1,1 @@
+"""Host-side bookkeeping: requests, pages, scheduling. Pure Python; imports no jax."""

@@ -1,0 +1,1 @@
+"""Wires scheduler, worker, tokenizer and detokeniser into LLMEngine and AsyncLLMEngine."""

@@ -1,0 +1,1 @@
+"""What users start: the LLM class, the HTTP server."""

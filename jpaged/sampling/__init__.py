@@ -1,0 +1,1 @@
+"""SamplingParams, the sampler, logprobs and detokenising."""

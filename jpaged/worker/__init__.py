@@ -1,0 +1,1 @@
+"""Owns the device: params, kv, row state and the compiled programs."""

@@ -1,0 +1,1 @@
+"""Model definitions in Flax nnx, their configuration, and loading of their weights."""

@@ -1,0 +1,1 @@
+"""Ragged paged attention: one op, its meaning, and its implementations."""
