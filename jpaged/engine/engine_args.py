@@ -154,9 +154,10 @@ class EngineArgs:
         value = getattr(self, name)
         if isinstance(value, bool) or not isinstance(value, numbers.Integral):
             raise ConfigError(f"{name} must be an integer, got {value!r}", field=name)
-        if not low <= value <= high:
-            raise ConfigError(f"{name} must be {low} to {high}, got {value}", field=name)
-        object.__setattr__(self, name, int(value))
+        number = int(value)
+        if not low <= number <= high:
+            raise ConfigError(f"{name} must be {low} to {high}, got {number}", field=name)
+        object.__setattr__(self, name, number)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
