@@ -133,6 +133,11 @@ class Scheduler:
             events.append(TokenEvent(request=request, sampled=token, finish_reason=reason))
         return events
 
+    def recompute_all(self) -> None:
+        """Takes their pages from all running requests, which keep their tokens: the weights have changed."""
+        for request in reversed(list(self._running)):
+            self._preempt(request)
+
     def check(self) -> None:
         """Raises AssertionError unless queues, rows, tables and pools agree."""
         for request in self._waiting:

@@ -54,6 +54,10 @@ class Detokenizer:
             return ""
         return self._take(text)
 
+    def hold(self, token: int) -> None:
+        """Takes in a token without making text of it: `flush` gives all at once."""
+        self._ids.append(token)
+
     def flush(self) -> str:
         """Whatever was held back, at the end of the sequence."""
         return self._take(self._decode(self._prefix, len(self._ids)))
