@@ -232,7 +232,8 @@ class EngineLoop:
             self._engine.abort_request(list(self._routes))
         except BaseException as error:  # whatever it is, nobody may be left waiting
             logger.exception("the engine's step failed; it serves no more requests")
-            end = EngineDeadError(f"the engine is dead: {type(error).__name__}: {error}")
+            told = isinstance(error, EngineDeadError)
+            end = EngineDeadError(str(error) if told else f"the engine is dead: {error!r}")
             end.__cause__ = error
         self._end = end
         self._routes.clear()
