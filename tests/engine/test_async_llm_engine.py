@@ -384,7 +384,7 @@ def test_one_wake_of_the_event_loop_a_step(engine, fake):
             return [o async for o in stream]
 
         tasks += [asyncio.ensure_future(read(stream)) for stream in streams]
-        await settled(lambda: len(fake.queued) == 64)
+        await settled(lambda: len(engine.loop.active_ids()) == 64)
 
         def counting(*args, **kwargs):
             nonlocal calls
