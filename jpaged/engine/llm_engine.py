@@ -1,7 +1,7 @@
 """LLMEngine: requests in, outputs out, one step at a time.
 
-Only wires: the scheduler decides, the worker computes, the output processor writes text. One thread drives it;
-`process_inputs` and `apply_chat_template` may be called from others.
+Only wires: the scheduler decides, the worker computes, the output processor writes text. One thread
+drives it; `process_inputs` and `apply_chat_template` may be called from others.
 """
 
 import itertools
@@ -177,7 +177,7 @@ class LLMEngine:
         return self._scheduler.has_unfinished()
 
     def abort_request(self, request_id: str | Iterable[str]) -> list[RequestOutput]:
-        """Ends requests at once; their last outputs, with finish_reason "abort". Unknown ids are passed over."""
+        """Ends requests at once: their last outputs, "abort" their reason. Passes over unknown ids."""
         ids = [request_id] if isinstance(request_id, str) else list(request_id)
         states = [self._requests[i] for i in ids if i in self._requests]
         for state in states:
@@ -190,9 +190,9 @@ class LLMEngine:
     def update_params(self, tree: object) -> None:
         """Puts new weights (public names and shapes, as a tree or an nnx module) in place.
 
-        Everything is checked first: ModelLoadError names every path, shape and dtype at fault, and nothing has
-        changed. Sequences that are running keep their tokens and are computed anew under the new weights, so
-        that no later token depends on the old ones. Compiles nothing.
+        Everything is checked first: ModelLoadError names every path, shape and dtype at fault, and
+        nothing has changed. Sequences that are running keep their tokens and are computed anew
+        under the new weights, so that no later token depends on the old ones. Compiles nothing.
         """
         self._check_alive()
         self._worker.update_params(tree)
@@ -241,9 +241,7 @@ class LLMEngine:
         state.metrics.num_preemptions = max(
             state.metrics.num_preemptions, event.request.num_preemptions
         )
-        stop = sample.push(
-            event.sampled, self.weights_version, is_stop=reason is FinishReason.STOP
-        )
+        stop = sample.push(event.sampled, self.weights_version, is_stop=reason is FinishReason.STOP)
         if stop is not None:
             # A stop string outranks the length limit that the same token may have reached.
             self._scheduler.finish(sequence, FinishReason.STOP, stop)

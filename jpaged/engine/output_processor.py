@@ -1,7 +1,7 @@
 """New tokens to RequestOutputs: text, stop strings, log-probabilities and how much of each a caller wants.
 
-Knows nothing of pages or steps. Stop strings are found here, since only here is text; the engine tells the
-scheduler.
+Knows nothing of pages or steps. Stop strings are found here, since only here is text; the engine
+tells the scheduler.
 """
 
 import dataclasses
@@ -54,8 +54,8 @@ class SampleState:
     def push(self, sampled: SampledToken, weights_version: int, *, is_stop: bool) -> str | None:
         """Takes in a token; the stop string that it completes, if any.
 
-        `is_stop` says that the token itself ends the sample; such a token has no part in the text, unless
-        stop strings are to be included.
+        `is_stop` says that the token itself ends the sample; such a token has no part in the text,
+        unless stop strings are to be included.
         """
         self.changed = True
         self.token_ids.append(sampled.token)

@@ -19,9 +19,9 @@ Message = Mapping[str, object]
 class LLM:
     """A model to generate with.
 
-    `LLM(model="folder-or-id")` loads a checkpoint, `LLM()` the default model, `LLM(params=tree, config=...)` or
-    `LLM(params=nnx_module)` serves the weights of the running program. The other arguments are those of
-    `EngineArgs`. Raises ConfigError or ModelLoadError.
+    `LLM(model="folder-or-id")` loads a checkpoint, `LLM()` the default model, `LLM(params=tree,
+    config=...)` or `LLM(params=nnx_module)` serves the weights of the running program. The other
+    arguments are those of `EngineArgs`. Raises ConfigError or ModelLoadError.
 
     Attributes:
         engine: the LLMEngine, for those who drive it themselves.

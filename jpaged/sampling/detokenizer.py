@@ -1,8 +1,8 @@
 """Detokeniser: token ids to text, a token at a time, append-only.
 
-Knows the tokenizer's `decode`; knows nothing of requests. A token is decoded in a window that begins a few
-tokens back, so that byte-level and metaspace decoders see the neighbours they need; text that ends in an
-unfinished character is held back until it is finished or the sequence ends.
+Knows the tokenizer's `decode`; knows nothing of requests. A token is decoded in a window that
+begins a few tokens back, so that byte-level and metaspace decoders see the neighbours they need;
+text that ends in an unfinished character is held back until it is finished or the sequence ends.
 """
 
 from collections.abc import Sequence

@@ -1,7 +1,7 @@
 """The sampling parameters of each row as device arrays, and as the int32 words that carry them there.
 
-One table of fields drives both, so that a parameter cannot be sent and not read. The structure never changes
-with what a request asked for.
+One table of fields drives both, so that a parameter cannot be sent and not read. The structure
+never changes with what a request asked for.
 """
 
 import dataclasses
@@ -17,7 +17,15 @@ from jpaged.sampling.params import SamplingParams
 
 @partial(
     jax.tree_util.register_dataclass,
-    data_fields=["temperature", "top_k", "top_p", "seed_low", "seed_high", "sample", "top_logprobs"],
+    data_fields=[
+        "temperature",
+        "top_k",
+        "top_p",
+        "seed_low",
+        "seed_high",
+        "sample",
+        "top_logprobs",
+    ],
     meta_fields=[],
 )
 @dataclasses.dataclass(frozen=True)

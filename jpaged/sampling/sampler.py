@@ -1,8 +1,10 @@
 """The sampler: logits of the chosen positions to tokens and log-probabilities, on device.
 
-Every row is computed by itself. Features that no row of the batch uses are skipped by `lax.cond`, not by
-another program. Filters find their threshold by bisection over the bits of the logits and break ties by lower
-token id, so nothing sorts the vocabulary and the result is exact.
+Every row is computed by itself. Features that no row of the batch uses are skipped by `lax.cond`,
+not by another program. top_k and top_p are exact, ties broken by lower token id: where the few most
+likely tokens hold all that a row keeps, as they nearly always do, only those are looked at; else
+the filter of filters.py runs over the vocabulary. A row's noise at a token id is the same either
+way.
 """
 
 import dataclasses
@@ -12,8 +14,13 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
+from jpaged.sampling.filters import filter_mask
+from jpaged.sampling.noise import gumbel, noise_keys
 from jpaged.sampling.params import MAX_LOGPROBS
 from jpaged.sampling.row_params import RowParams
+
+# So many of the most likely tokens are looked at before the whole vocabulary is.
+NUM_LIKELY = 256
 
 
 @partial(
@@ -25,7 +32,8 @@ from jpaged.sampling.row_params import RowParams
 class Sampled:
     """What one step yields for each row; log-softmax of the model's own logits, in nats.
 
-    `ranks`, `top_ids` and `top_logprobs` are zero unless a row of the batch asked for log-probabilities.
+    `ranks`, `top_ids` and `top_logprobs` are zero unless a row of the batch asked for
+    log-probabilities.
     """
 
     tokens: Int[Array, " rows"]
@@ -39,7 +47,7 @@ def sample(
     logits: Float[Array, "rows vocab"], params: RowParams, positions: Int[Array, " rows"]
 ) -> Sampled:
     """One token a row. `positions[r]` is where the new token will stand; it seeds the row's noise."""
-    greedy = jnp.argmax(logits, axis=-1).astype(jnp.int32)
+    greedy = _argmax(logits)
     random = params.temperature > 0
     tokens = jax.lax.cond(
         jnp.any(random),
@@ -62,6 +70,15 @@ def sample(
     )
 
 
+def _argmax(x: Float[Array, "rows vocab"]) -> Int[Array, " rows"]:
+    """The first of the largest: two plain reductions, vectorised where XLA:CPU's argmax is not."""
+    ids = jax.lax.broadcasted_iota(jnp.int32, x.shape, 1)
+    largest = jnp.max(x, axis=-1, keepdims=True)
+    first = jnp.min(jnp.where(x == largest, ids, x.shape[-1]), axis=-1)
+    # A row of NaN has no largest; the host is told by its log-probability, and the id stays in range.
+    return jnp.minimum(first, x.shape[-1] - 1)
+
+
 def _draw(
     logits: Float[Array, "rows vocab"], params: RowParams, positions: Int[Array, " rows"]
 ) -> Int[Array, " rows"]:
@@ -69,90 +86,60 @@ def _draw(
 
     The largest logit is taken off first, so that a temperature near 0 cannot overflow.
     """
-    temperature = jnp.where(params.temperature > 0, params.temperature, 1.0)[:, None]
+    vocab = logits.shape[-1]
+    random = params.temperature > 0
+    temperature = jnp.where(random, params.temperature, 1.0)[:, None]
     scaled = (logits - jnp.max(logits, axis=-1, keepdims=True)) / temperature
-    vocab = logits.shape[-1]
+    keys = noise_keys(params.seed_low, params.seed_high, params.sample, positions)
     filtered = ((params.top_k > 0) & (params.top_k < vocab)) | (params.top_p < 1)
-    filtered &= params.temperature > 0
-    scaled = jax.lax.cond(
+    filtered &= random
+
+    few, covered = jax.lax.cond(
         jnp.any(filtered),
-        lambda: jnp.where(filter_mask(scaled, params.top_k, params.top_p), scaled, -jnp.inf),
-        lambda: scaled,
+        lambda: _draw_among_likely(scaled, params, keys),
+        lambda: (jnp.zeros_like(params.top_k), jnp.zeros_like(filtered)),
     )
-    noise = jax.vmap(partial(_gumbel, vocab=vocab))(
-        params.seed_low, params.seed_high, params.sample, positions
+    covered &= filtered
+
+    def over_vocabulary() -> Int[Array, " rows"]:
+        kept = jax.lax.cond(
+            jnp.any(filtered & ~covered),
+            lambda: jnp.where(filter_mask(scaled, params.top_k, params.top_p), scaled, -jnp.inf),
+            lambda: scaled,
+        )
+        ids = jax.lax.broadcasted_iota(jnp.int32, scaled.shape, 1)
+        # Without the barrier the noise is computed once for each reduction of the argmax.
+        return _argmax(jax.lax.optimization_barrier(kept + gumbel(keys, ids)))
+
+    return jax.lax.cond(
+        jnp.any(random & ~covered),
+        lambda: jnp.where(covered, few, over_vocabulary()),
+        lambda: few,
     )
-    return jnp.argmax(scaled + noise, axis=-1).astype(jnp.int32)
 
 
-def _gumbel(
-    seed_low: UInt32[Array, ""],
-    seed_high: UInt32[Array, ""],
-    sample_index: Int[Array, ""],
-    position: Int[Array, ""],
-    *,
-    vocab: int,
-) -> Float[Array, " vocab"]:
-    """Noise that is a function of (seed, sample, position) and the token id, and of nothing else."""
-    key = jax.random.wrap_key_data(jnp.stack([seed_high, seed_low]), impl="threefry2x32")
-    key = jax.random.fold_in(jax.random.fold_in(key, sample_index), position)
-    return jax.random.gumbel(key, (vocab,), jnp.float32)
-
-
-def filter_mask(
-    logits: Float[Array, "rows vocab"],
-    top_k: Int[Array, " rows"],
-    top_p: Float[Array, " rows"],
-) -> Bool[Array, "rows vocab"]:
-    """Tokens that top_k and then top_p keep, of the distribution softmax(logits).
-
-    top_k (0 keeps all) keeps exactly k, by (logit, lower id). top_p then keeps the smallest set, by the same
-    order, whose share of what top_k kept is at least top_p; never none.
-    """
-    vocab = logits.shape[-1]
-    order = _ordered_bits(logits)
-    k = jnp.where((top_k > 0) & (top_k < vocab), top_k, vocab)
-    ones = jnp.ones_like(logits)
-    kept = _smallest_set(order, ones, k.astype(jnp.float32))
-    probs = jnp.where(kept, jax.nn.softmax(jnp.where(kept, logits, -jnp.inf), axis=-1), 0.0)
-    nucleus = _smallest_set(order, probs, top_p)
-    return kept & (nucleus | (top_p >= 1)[:, None])
-
-
-def _smallest_set(
-    order: UInt32[Array, "rows vocab"],
-    weights: Float[Array, "rows vocab"],
-    target: Float[Array, " rows"],
-) -> Bool[Array, "rows vocab"]:
-    """The shortest prefix, in falling `order` and rising id, whose weights sum to at least `target`.
-
-    Bisection over the 32 bits of `order` finds the value of the last member; among those equal to it,
-    as many of the lowest ids are taken as are needed.
-    """
-
-    def above(threshold: UInt32[Array, " rows"]) -> Float[Array, " rows"]:
-        return jnp.sum(jnp.where(order >= threshold[:, None], weights, 0.0), axis=-1)
-
-    def set_bit(i: Int[Array, ""], threshold: UInt32[Array, " rows"]) -> UInt32[Array, " rows"]:
-        trial = threshold | (jnp.uint32(1) << (31 - i).astype(jnp.uint32))
-        return jnp.where(above(trial) >= target, trial, threshold)
-
-    # Largest threshold whose members still reach the target; 0 (everything) where rounding keeps even
-    # the whole from reaching it.
-    threshold = jax.lax.fori_loop(0, 32, set_bit, jnp.zeros(order.shape[0], jnp.uint32))[:, None]
-    greater = order > threshold
-    missing = target - jnp.sum(jnp.where(greater, weights, 0.0), axis=-1)
-    equal = order == threshold
-    tied = jnp.where(equal, weights, 0.0)
-    before = jnp.cumsum(tied, axis=-1) - tied
-    return greater | (equal & (before < missing[:, None]))
-
-
-def _ordered_bits(x: Float[Array, "rows vocab"]) -> UInt32[Array, "rows vocab"]:
-    """Unsigned integers in the order of the floats (-0 is taken for 0)."""
-    bits = jax.lax.bitcast_convert_type(x.astype(jnp.float32) + 0.0, jnp.uint32)
-    sign = bits >> 31
-    return jnp.where(sign == 1, ~bits, bits | jnp.uint32(0x80000000))
+def _draw_among_likely(
+    scaled: Float[Array, "rows vocab"], params: RowParams, keys: UInt32[Array, "rows 2"]
+) -> tuple[Int[Array, " rows"], Bool[Array, " rows"]]:
+    """A draw from the NUM_LIKELY most likely tokens, and whether these hold all that the row keeps."""
+    count = min(NUM_LIKELY, scaled.shape[-1])
+    likely, ids = jax.lax.top_k(scaled, count)
+    rank = jnp.arange(count)[None]
+    has_k = (params.top_k > 0) & (params.top_k <= count)
+    in_top_k = (rank < params.top_k[:, None]) | ~has_k[:, None]
+    weights = jnp.where(in_top_k, jnp.exp(likely), 0.0)
+    total = jnp.where(has_k, jnp.sum(weights, axis=-1), jnp.sum(jnp.exp(scaled), axis=-1))
+    target = (params.top_p * total)[:, None]
+    before = jnp.cumsum(weights, axis=-1) - weights
+    in_top_p = (before < target) | (params.top_p >= 1)[:, None]
+    # The nucleus ends among these where the last one begins beyond the target. A top_k larger than
+    # `count` filters before top_p does, so such a row is never covered.
+    ends = (params.top_p < 1) & (before[:, -1] >= target[:, 0])
+    wide_k = (params.top_k > count) & (params.top_k < scaled.shape[-1])
+    covered = has_k | (ends & ~wide_k) | (count == scaled.shape[-1])
+    kept = jnp.where(in_top_k & in_top_p, likely, -jnp.inf)
+    best = jnp.argmax(kept + gumbel(keys, ids), axis=-1)
+    return jnp.take_along_axis(ids, best[:, None], axis=-1)[:, 0], covered
 
 
 def _most_likely(

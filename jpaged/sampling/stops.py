@@ -24,8 +24,8 @@ class StopStrings:
     def find(self, text: str, new_chars: int) -> StopMatch | None:
         """The match that begins earliest (of several there, the one that ends first), if any.
 
-        Only matches that end in the last `new_chars` characters are looked for: earlier ones were found
-        when those characters came.
+        Only matches that end in the last `new_chars` characters are looked for: earlier ones were
+        found when those characters came.
         """
         if not self._stops or new_chars <= 0:
             return None

@@ -1,7 +1,7 @@
-"""JAX's persistent compilation cache, switched on around our own compilations only, and a count of compilations.
+"""JAX's persistent compilation cache around our own compilations only, and a count of these.
 
-A library must not change the configuration of the program it runs in: whatever was set before is set again
-afterwards.
+A library must not change the configuration of the program it runs in: whatever was set before is
+set again afterwards.
 """
 
 import contextlib

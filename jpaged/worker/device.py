@@ -49,7 +49,8 @@ def choose_device(device: str | None, devices: Sequence[jax.Device] | None) -> j
 def choose_dtype(dtype: str, checkpoint_dtype: str | None, device: jax.Device) -> str:
     """Resolves "auto" and refuses what the device lacks.
 
-    auto is the checkpoint's dtype with float32 taken as bfloat16; on a CPU without bf16 units, float32.
+    auto is the checkpoint's dtype with float32 taken as bfloat16; on a CPU without bf16 units,
+    float32.
     """
     platform = platform_of(device)
     lacking = _lacking(platform, device)

@@ -1,7 +1,8 @@
 """How many pages the pool gets: the only place that turns bytes into pages.
 
-On an accelerator the pool takes what memory_utilization leaves after the params and the steps' temporaries; on a
-CPU, whose memory others use too, the least of 2 GiB, a quarter of what is available and what the rows can use.
+On an accelerator the pool takes what memory_utilization leaves after the params and the steps'
+temporaries; on a CPU, whose memory others use too, the least of 2 GiB, a quarter of what is
+available and what the rows can use.
 """
 
 import dataclasses
@@ -50,8 +51,8 @@ def plan_pools(
 ) -> PoolPlan:
     """Splits `budget_bytes` over the groups in proportion to what a longest sequence needs of each.
 
-    `max_model_len` None is lowered from `model_max_len` until one sequence fits; a given one that does not
-    fit, or is beyond the model's, is a ConfigError that names the largest that does.
+    `max_model_len` None is lowered from `model_max_len` until one sequence fits; a given one that
+    does not fit, or is beyond the model's, is a ConfigError that names the largest that does.
     """
 
     def pages(tokens: int) -> list[int]:
@@ -92,9 +93,7 @@ def plan_pools(
     # Page 0 aside, so many sequences of full length fit; more than max_num_seqs would never be used.
     spare = budget_bytes - num_bytes([0] * len(groups), 1)
     one = num_bytes(per_sequence, 0)
-    counts = [
-        min(n * spare // one, n * max_num_seqs) + 1 for n in per_sequence
-    ]
+    counts = [min(n * spare // one, n * max_num_seqs) + 1 for n in per_sequence]
     specs = tuple(
         KVGroupSpec(num_pages=n, window=g.window) for n, g in zip(counts, groups, strict=True)
     )

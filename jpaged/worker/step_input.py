@@ -1,8 +1,8 @@
 """StepInput: a plan as one packed int32 vector, and how the device reads it.
 
-Both sides are here so that they cannot disagree. One vector is one host-to-device copy a step. Positions, write
-slots and lengths are not in it: the device derives them from its own row state and the counts, so that a step can
-be planned before the one ahead of it has ended.
+Both sides are here so that they cannot disagree. One vector is one host-to-device copy a step.
+Positions, write slots and lengths are not in it: the device derives them from its own row state and
+the counts, so that a step can be planned before the one ahead of it has ended.
 """
 
 import dataclasses
@@ -166,8 +166,8 @@ class StepPacker:
 def token_buckets(max_num_batched_tokens: int, max_num_seqs: int) -> tuple[int, ...]:
     """The at most eight step sizes of an engine, ascending; the last is the token budget.
 
-    Decode steps have one token a row, so the sizes are dense up to max_num_seqs, where most steps are, and
-    sparse from there to the budget.
+    Decode steps have one token a row, so the sizes are dense up to max_num_seqs, where most steps
+    are, and sparse from there to the budget.
     """
     rows = min(max_num_seqs, max_num_batched_tokens)
     sizes = {1, max_num_batched_tokens}

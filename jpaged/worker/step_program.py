@@ -1,7 +1,7 @@
 """The step program: forward and sample, as one pure function of (params, kv, rows, input).
 
-Knows no scheduler and no page pool; what it is told comes in the packed input. kv and rows are donated by
-whoever compiles it.
+Knows no scheduler and no page pool; what it is told comes in the packed input. kv and rows are
+donated by whoever compiles it.
 """
 
 import dataclasses
@@ -157,7 +157,7 @@ def _sample_first(
     positions: Int[Array, " entries"],
     count: Int[Array, ""],
 ) -> Sampled:
-    """Samples the first `count` entries: none, few, or all, since the vocabulary is a step's largest product."""
+    """Samples the first `count` entries: none, few, or all; the vocabulary is a large product."""
     entries = hidden.shape[0]
 
     def of_first(size: int) -> Sampled:

@@ -1,6 +1,7 @@
 """Worker: the device's owner. Loads the params, sizes the pool, compiles, runs plans.
 
-Everything about an engine that is decided once at start is resolved here, into values that are logged.
+Everything about an engine that is decided once at start is resolved here, into values that are
+logged.
 """
 
 import dataclasses
@@ -12,11 +13,9 @@ from typing import Protocol
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array
 
 from jpaged.core.kv_cache_manager import KVCacheManager
 from jpaged.core.step_plan import SampledToken, StepPlan
-from jpaged.errors import ModelLoadError
 from jpaged.models.config import ModelConfig
 from jpaged.models.weights import RunLayout, check_public, flatten_public, public_shapes
 from jpaged.pallas_kernels import allocate_kv, bytes_per_page
@@ -139,9 +138,7 @@ class Worker:
         check_public(self._public, same)
         self.runner.params = self._layout.to_run(public, device=self.device)
 
-    def _cast(
-        self, shapes: Mapping[str, jax.ShapeDtypeStruct]
-    ) -> dict[str, jax.ShapeDtypeStruct]:
+    def _cast(self, shapes: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, jax.ShapeDtypeStruct]:
         """Shapes with every float in the dtype of the step: weights are cast when they are read."""
         return {
             name: jax.ShapeDtypeStruct(spec.shape, self.dtype)

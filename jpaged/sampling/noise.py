@@ -1,0 +1,41 @@
+"""Gumbel noise that is a function of (seed, sample, position, token id) and of nothing else.
+
+A counter-based generator: a key for each row, made by threefry, and a hash of (key, token id),
+which costs a few integer operations where threefry over a vocabulary would cost more than the
+model's step on a CPU.
+"""
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int, UInt32
+
+
+def noise_keys(
+    seed_low: UInt32[Array, " rows"],
+    seed_high: UInt32[Array, " rows"],
+    sample: Int[Array, " rows"],
+    positions: Int[Array, " rows"],
+) -> UInt32[Array, "rows 2"]:
+    """The key of each row's noise."""
+
+    def key(low: Array, high: Array, index: Array, position: Array) -> Array:
+        seed = jax.random.wrap_key_data(jnp.stack([high, low]), impl="threefry2x32")
+        return jax.random.key_data(jax.random.fold_in(jax.random.fold_in(seed, index), position))
+
+    return jax.vmap(key)(seed_low, seed_high, sample, positions)
+
+
+def gumbel(
+    keys: UInt32[Array, "rows 2"], ids: Int[Array, "rows tokens"]
+) -> Float[Array, "rows tokens"]:
+    """Standard Gumbel noise at token ids: -log(-log(u)), u uniform on 2^24 points in (0, 1)."""
+    bits = _mix(_mix(ids.astype(jnp.uint32) * jnp.uint32(0x9E3779B1) + keys[:, :1]) ^ keys[:, 1:])
+    uniform = ((bits >> 8).astype(jnp.float32) + 0.5) * jnp.float32(2**-24)
+    return -jnp.log(-jnp.log(uniform))
+
+
+def _mix(x: UInt32[Array, "rows tokens"]) -> UInt32[Array, "rows tokens"]:
+    """The finaliser of MurmurHash3: a bijection in which each bit of x moves half of the others."""
+    x = (x ^ (x >> 16)) * jnp.uint32(0x85EBCA6B)
+    x = (x ^ (x >> 13)) * jnp.uint32(0xC2B2AE35)
+    return x ^ (x >> 16)
