@@ -7,6 +7,7 @@ import dataclasses
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
+import jax
 import numpy as np
 import numpy.typing as npt
 
@@ -22,6 +23,11 @@ class TensorSpec:
 
     shape: tuple[int, ...]
     dtype: np.dtype[np.generic]
+
+    @property
+    def struct(self) -> jax.ShapeDtypeStruct:
+        """The same as jax says it."""
+        return jax.ShapeDtypeStruct(self.shape, self.dtype)
 
 
 class Checkpoint(Protocol):
@@ -50,7 +56,7 @@ class Checkpoint(Protocol):
     def eos_token_ids(self) -> tuple[int, ...]:
         """Every token id that ends an answer, ascending."""
 
-    def shapes(self) -> dict[str, TensorSpec]:
+    def shapes(self) -> dict[str, jax.ShapeDtypeStruct]:
         """Shapes and dtypes of all tensors, read from headers."""
 
     def tensors(self, *, progress: bool = False) -> Iterator[tuple[str, HostArray]]:

@@ -71,7 +71,7 @@ def read_bytes_at(file: io.FileIO, path: Path, begin: int, count: int) -> npt.ND
     out = np.empty(count, np.uint8)
     try:
         file.seek(begin)
-        got, view = 0, memoryview(out)
+        got, view = 0, memoryview(out.data)
         while got < count:
             n = file.readinto(view[got:])
             if n == 0:

@@ -10,12 +10,14 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import jax
 from tqdm import tqdm
 
 from jpaged.errors import ModelLoadError
-from jpaged.models.loading.checkpoint import HostArray, TensorSpec
+from jpaged.models.loading.checkpoint import HostArray
 from jpaged.models.loading.files import read_json, read_json_if_there, token_ids
 from jpaged.models.loading.safetensors_file import SafetensorsFile
+from jpaged.models.loading.tokenizer import load_tokenizer, tokenizer_eos_id
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -23,8 +25,6 @@ if TYPE_CHECKING:
 _SINGLE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
 _SHARD = re.compile(r"model-\d+-of-\d+\.safetensors")
-# Buffers that old exporters wrote; their values follow from the config.
-_DERIVED = re.compile(r".*\.rotary_emb\.inv_freq")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,10 +37,16 @@ class FolderCheckpoint:
     hf_config: Mapping[str, Any]
     generation_config: Mapping[str, Any]
     files: tuple[SafetensorsFile, ...]
+    tokenizer_path: Path | None = None
 
     @classmethod
-    def open(cls, folder: Path, *, name: str, source: str) -> "FolderCheckpoint":
-        """Reads config and all headers. Raises ModelLoadError naming the file at fault."""
+    def open(
+        cls, folder: Path, *, name: str, source: str, weights: bool = True
+    ) -> "FolderCheckpoint":
+        """Reads config and all headers. Raises ModelLoadError naming the file at fault.
+
+        Without `weights` the folder need not hold any, and no tensors are found.
+        """
         config = read_json(folder / "config.json")
         if not isinstance(config.get("model_type"), str):
             raise ModelLoadError(
@@ -48,7 +54,13 @@ class FolderCheckpoint:
                 "must name the kind of model"
             )
         generation = read_json_if_there(folder / "generation_config.json")
-        return cls(folder, name, source, config, generation, _weight_files(folder))
+        files = _weight_files(folder) if weights else ()
+        return cls(folder, name, source, config, generation, files)
+
+    @property
+    def tokenizer_at(self) -> Path:
+        """Where the tokenizer comes from."""
+        return self.tokenizer_path or self.folder
 
     @functools.cached_property
     def eos_token_ids(self) -> tuple[int, ...]:
@@ -57,16 +69,11 @@ class FolderCheckpoint:
             self.generation_config.get("eos_token_id"),
             self.hf_config.get("eos_token_id"),
             text_config.get("eos_token_id") if isinstance(text_config, dict) else None,
-            tokenizer_eos_id(self.folder),
+            tokenizer_eos_id(self.tokenizer_at),
         )
 
-    def shapes(self) -> dict[str, TensorSpec]:
-        return {
-            name: spec
-            for file in self.files
-            for name, spec in file.specs().items()
-            if not _DERIVED.fullmatch(name)
-        }
+    def shapes(self) -> dict[str, jax.ShapeDtypeStruct]:
+        return {name: spec.struct for file in self.files for name, spec in file.specs().items()}
 
     def tensors(self, *, progress: bool = False) -> Iterator[tuple[str, HostArray]]:
         total = sum(entry.end - entry.begin for f in self.files for entry in f.entries.values())
@@ -75,48 +82,11 @@ class FolderCheckpoint:
         ) as bar:
             for file in self.files:
                 for name in file.names():
-                    if not _DERIVED.fullmatch(name):
-                        yield name, file.read(name)
+                    yield name, file.read(name)
                     bar.update(file.entries[name].end - file.entries[name].begin)
 
     def load_tokenizer(self) -> "PreTrainedTokenizerFast | None":
-        return load_tokenizer_folder(self.folder)
-
-
-def load_tokenizer_folder(folder: Path) -> "PreTrainedTokenizerFast":
-    """The fast tokenizer of a folder, with its chat template."""
-    path = folder / "tokenizer.json"
-    if not path.is_file():
-        raise ModelLoadError(
-            f"{path}: no such file; a tokenizer can be given from elsewhere: "
-            "tokenizer=<folder or Hugging Face id>"
-        )
-    read_json(path)
-    read_json_if_there(folder / "tokenizer_config.json")
-    from transformers import AutoTokenizer
-
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
-    except Exception as error:
-        raise ModelLoadError(f"{folder}: the tokenizer cannot be loaded: {error}") from error
-    if not tokenizer.is_fast:
-        raise ModelLoadError(f"{folder}: the tokenizer is not a fast one (a tokenizer.json)")
-    loaded: PreTrainedTokenizerFast = tokenizer
-    return loaded
-
-
-def tokenizer_eos_id(folder: Path) -> int | None:
-    """The id of the eos token that tokenizer_config.json names, if both can be found."""
-    token = read_json_if_there(folder / "tokenizer_config.json").get("eos_token")
-    if isinstance(token, dict):
-        token = token.get("content")
-    if not isinstance(token, str):
-        return None
-    tokenizer = read_json_if_there(folder / "tokenizer.json")
-    for added in tokenizer.get("added_tokens") or ():
-        if isinstance(added, dict) and added.get("content") == token:
-            return added.get("id")
-    return None
+        return load_tokenizer(self.tokenizer_at)
 
 
 def _weight_files(folder: Path) -> tuple[SafetensorsFile, ...]:

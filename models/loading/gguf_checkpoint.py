@@ -7,16 +7,19 @@ import dataclasses
 import functools
 import re
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import jax
 import numpy as np
 from tqdm import tqdm
 
 from jpaged.errors import ModelLoadError
-from jpaged.models.loading.checkpoint import HostArray, TensorSpec
+from jpaged.models.loading.checkpoint import HostArray
 from jpaged.models.loading.gguf_config import ROPE_FACTORS, GGUFConfig, gguf_eos_ids
 from jpaged.models.loading.gguf_file import GGUFFile
 from jpaged.models.loading.gguf_tokenizer import build_tokenizer
+from jpaged.models.loading.tokenizer import load_tokenizer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -54,6 +57,12 @@ class GGUFCheckpoint:
     file: GGUFFile
     name: str
     source: str
+    tokenizer_path: Path | None = None
+
+    @property
+    def tokenizer_at(self) -> Path:
+        """Where the tokenizer comes from."""
+        return self.tokenizer_path or self.file.path
 
     @functools.cached_property
     def hf_config(self) -> Mapping[str, Any]:
@@ -90,8 +99,8 @@ class GGUFCheckpoint:
             )
         return found
 
-    def shapes(self) -> dict[str, TensorSpec]:
-        return {public: self.file.tensors[name].spec for public, name in self._names.items()}
+    def shapes(self) -> dict[str, jax.ShapeDtypeStruct]:
+        return {public: self.file.tensors[name].spec.struct for public, name in self._names.items()}
 
     def tensors(self, *, progress: bool = False) -> Iterator[tuple[str, HostArray]]:
         total = sum(tensor.end - tensor.begin for tensor in self.file.tensors.values())
@@ -116,6 +125,8 @@ class GGUFCheckpoint:
         return array
 
     def load_tokenizer(self) -> "PreTrainedTokenizerFast | None":
+        if self.tokenizer_path is not None:
+            return load_tokenizer(self.tokenizer_path)
         return build_tokenizer(self.file)
 
 

@@ -213,7 +213,8 @@ def llama3_divisors(scaling: Json, *, theta: float, half: int) -> HostArray:
     low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
     turns = scaling["original_max_position_embeddings"] / wavelength
     smooth = np.clip((turns - low) / (high - low), 0.0, 1.0)
-    return 1.0 / ((1.0 - smooth) / scaling["factor"] + smooth)
+    divisors: HostArray = 1.0 / ((1.0 - smooth) / scaling["factor"] + smooth)
+    return divisors
 
 
 def shortest(value: float) -> float:

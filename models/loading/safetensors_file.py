@@ -9,7 +9,7 @@ import math
 import struct
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 import ml_dtypes
 import numpy as np
@@ -148,7 +148,7 @@ def _entry(path: Path, name: str, item: object, start: int, size: int) -> _Entry
     return _Entry(TensorSpec(tuple(shape), dtype), start + begin, start + end)
 
 
-def _naturals(value: object) -> bool:
+def _naturals(value: object) -> TypeGuard[list[int]]:
     return isinstance(value, list) and all(
         isinstance(item, int) and not isinstance(item, bool) and item >= 0 for item in value
     )
