@@ -107,14 +107,29 @@ def interleave_kv(
     return jnp.stack([k, v], axis=2).reshape(tokens, 2 * kv_heads, head_dim)
 
 
+def to_group_dtype(
+    group: KVGroup,
+    layer: Int[Array, ""],
+    values: Float[Array, "tokens twice_kv_heads head_dim"],
+) -> Array:
+    """Values as the pool holds them: divided by its scales, rounded to its dtype."""
+    dtype = jnp.dtype(group.dtype)
+    if group.scales is not None:
+        values = values.astype(jnp.float32) / group.scales[layer][:, None]
+    if jnp.issubdtype(dtype, jnp.integer):
+        info = jnp.iinfo(dtype)
+        values = jnp.clip(jnp.round(values.astype(jnp.float32)), info.min, info.max)
+    return values.astype(dtype)
+
+
 def scatter_slots(
     group: KVGroup,
     layer: Int[Array, ""],
-    values: Array,
+    values: Float[Array, "tokens twice_kv_heads head_dim"],
     slots: Int[Array, " tokens"],
 ) -> KVGroup:
-    """Writes `values[t]` (`[tokens, 2 * kv_heads, head_dim]`, in `group.dtype`) into slot `slots[t]`."""
-    bits = to_storage(values.astype(group.dtype), group.pages)
+    """Writes `values[t]` into slot `slots[t]`."""
+    bits = to_storage(to_group_dtype(group, layer, values), group.pages)
     page, offset = slots // group.page_size, slots % group.page_size
     pages = group.pages.at[layer, page, offset].set(bits, mode="promise_in_bounds")
     return dataclasses.replace(group, pages=pages)
