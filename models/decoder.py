@@ -6,7 +6,7 @@ little more than one. Knows nothing of what is inside a block.
 """
 
 from functools import partial
-from typing import Protocol
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -180,7 +180,7 @@ class CausalLM(nnx.Module):
 @partial(jax.jit, static_argnames=("structure", "scale", "window", "backend"))
 def _paged_block(
     structure: nnx.GraphDef[Block],
-    weights: nnx.State,
+    weights: nnx.State[Any, Any],
     x: Float[Array, "tokens embed"],
     angles: Angles,
     kv: KVGroup,
@@ -217,7 +217,7 @@ def _paged_block(
 @partial(jax.jit, static_argnames=("structure", "scale", "window"))
 def _dense_block(
     structure: nnx.GraphDef[Block],
-    weights: nnx.State,
+    weights: nnx.State[Any, Any],
     x: Float[Array, "batch tokens embed"],
     angles: Angles,
     *,

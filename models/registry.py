@@ -1,18 +1,21 @@
 """Which class defines which `model_type`, and the two ways to make one: with weights, or shapes only."""
 
-from typing import cast
-
 import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
 
 from jpaged.models.config import ModelConfig
 from jpaged.models.decoder import CausalLM
+from jpaged.models.gemma3 import Gemma3ForCausalLM
 from jpaged.models.llama import LlamaForCausalLM
+from jpaged.models.qwen import Qwen2ForCausalLM, Qwen3ForCausalLM
 
 _CLASSES: dict[str, type[CausalLM]] = {
     "llama": LlamaForCausalLM,
     "mistral": LlamaForCausalLM,
+    "qwen2": Qwen2ForCausalLM,
+    "qwen3": Qwen3ForCausalLM,
+    "gemma3_text": Gemma3ForCausalLM,
 }
 
 
@@ -30,4 +33,4 @@ def abstract_model(config: ModelConfig, dtype: DTypeLike, *, fused: bool = False
     def build() -> CausalLM:
         return _CLASSES[config.model_type](config, fused=fused, dtype=dtype, rngs=nnx.Rngs(0))
 
-    return cast(CausalLM, nnx.eval_shape(build))
+    return nnx.eval_shape(build)

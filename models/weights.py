@@ -6,7 +6,7 @@ transforms serve the loader and live updates from a training program. Knows noth
 
 import dataclasses
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -28,8 +28,9 @@ FUSED = {
 # Buffers that old checkpoints carry although the config determines them.
 _DERIVED = ("rotary_emb.inv_freq",)
 _HEAD, _EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
-# Prefixes of Gemma 3 checkpoints with a vision tower -> the text model's names; None is not text.
-_GEMMA3_PREFIXES: tuple[tuple[str, str | None], ...] = (
+# Prefixes in checkpoints with a vision tower -> those of the text model; None is no part of it.
+_LANGUAGE = ("model.language_model.", "language_model.model.")
+_MULTIMODAL: tuple[tuple[str, str | None], ...] = (
     ("model.language_model.", "model."),
     ("language_model.model.", "model."),
     ("language_model.lm_head.", "lm_head."),
@@ -38,6 +39,9 @@ _GEMMA3_PREFIXES: tuple[tuple[str, str | None], ...] = (
     ("model.multi_modal_projector.", None),
     ("multi_modal_projector.", None),
 )
+
+
+S = TypeVar("S")
 
 
 class Shaped(Protocol):
@@ -49,9 +53,9 @@ class Shaped(Protocol):
     def dtype(self) -> Any: ...
 
 
-def _flat(module: nnx.Module | nnx.State) -> dict[str, Any]:
+def _flat(module: nnx.Module) -> dict[str, Any]:
     """Parameters by dotted name, in the order of the module's flattened state."""
-    state = nnx.state(module, nnx.Param) if isinstance(module, nnx.Module) else module
+    state = nnx.state(module, nnx.Param)
     return {".".join(map(str, path)): leaf for path, leaf in nnx.to_flat_state(state)}
 
 
@@ -66,13 +70,20 @@ def _shapes(model: CausalLM) -> dict[str, jax.ShapeDtypeStruct]:
     }
 
 
-def public_name(config: ModelConfig, name: str) -> str | None:
-    """The public name of a checkpoint's tensor; None for one that is no part of the text model."""
-    if config.model_type == "gemma3_text":
-        for prefix, replacement in _GEMMA3_PREFIXES:
-            if name.startswith(prefix):
-                return None if replacement is None else replacement + name[len(prefix) :]
+def _text_name(name: str) -> str | None:
+    """The public name of a multimodal checkpoint's tensor; None if it is no part of the text model."""
+    for prefix, replacement in _MULTIMODAL:
+        if name.startswith(prefix):
+            return None if replacement is None else replacement + name[len(prefix) :]
     return name
+
+
+def public_names(given: Mapping[str, S]) -> dict[str, S]:
+    """The same by public name, where `given` names tensors as some checkpoint of the model does."""
+    if not any(name.startswith(_LANGUAGE) for name in given):
+        return dict(given)
+    renamed = ((_text_name(name), tensor) for name, tensor in given.items())
+    return {name: tensor for name, tensor in renamed if name is not None}
 
 
 def flatten_public(tree: object) -> dict[str, Array]:
@@ -112,9 +123,10 @@ def _leaves(tree: object, prefix: str) -> Iterator[tuple[str, Any]]:
 def check_public(shapes: Mapping[str, Shaped], given: Mapping[str, Shaped]) -> None:
     """Raises ModelLoadError, listing all tensors that are missing, extra, or of another shape or dtype.
 
-    Not counted as extra: buffers that the config determines, and the output head of a model that ties it to
-    its embedding.
+    Not counted as extra: buffers that the config determines, the output head of a model that ties it to its
+    embedding, and what a multimodal checkpoint has beside its language model.
     """
+    given = public_names(given)
     problems = [f"missing: {name}" for name in shapes if name not in given]
     for name, tensor in given.items():
         if name not in shapes:
@@ -203,11 +215,12 @@ class RunLayout:
         unknown, repeated or of a wrong shape.
         """
         items = public.items() if isinstance(public, Mapping) else public
+        tower = self.config.model_type == "gemma3_text"
         places = {s: (i, n) for i, a in enumerate(self.arrays) for n, s in enumerate(a.sources)}
         waiting: dict[int, dict[int, Any]] = {}
         done: list[Array | None] = [None] * len(self.arrays)
         for given_name, tensor in items:
-            name = public_name(self.config, given_name)
+            name = _text_name(given_name) if tower else given_name
             if name is None or _meaningless(name, tensor, self.public) and name not in places:
                 continue
             if name not in places:
