@@ -140,9 +140,7 @@ class CompletionBody(OpenAIBody):
         """The prompts, one or several. RequestError if there are none or too many."""
         prompt = self.prompt
         prompts: list[str | TokenIds]
-        if isinstance(prompt, str):
-            prompts = [prompt]
-        elif prompt and isinstance(prompt[0], int):
+        if isinstance(prompt, str) or (prompt and isinstance(prompt[0], int)):
             prompts = [prompt]
         else:
             prompts = list(prompt)  # type: ignore[arg-type]  # strings or lists of ids
