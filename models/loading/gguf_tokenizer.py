@@ -87,11 +87,14 @@ def build_tokenizer(file: GGUFFile) -> "PreTrainedTokenizerFast":
         specials["eos_token"] if vocabulary.flag("add_eos_token", False) else None,
     )
     template = file.metadata.get("tokenizer.chat_template")
+    # transformers would copy the tokenizer, through JSON: seconds for a large vocabulary. Nobody else has it.
+    vars(tokenizer)["__deepcopy__"] = lambda memo: tokenizer
     built: PreTrainedTokenizerFast = PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         clean_up_tokenization_spaces=False,
         **{name: token for name, token in specials.items() if token is not None},
     )
+    del vars(tokenizer)["__deepcopy__"]
     if isinstance(template, str):
         built.chat_template = template
     return built

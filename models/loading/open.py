@@ -12,7 +12,6 @@ from jpaged.models.loading.default_model import open_default
 from jpaged.models.loading.dummy import DummyCheckpoint
 from jpaged.models.loading.folder import FolderCheckpoint
 from jpaged.models.loading.gguf_checkpoint import GGUFCheckpoint
-from jpaged.models.loading.gguf_file import GGUFFile
 from jpaged.models.loading.hub import fetch_file, fetch_folder, is_repository_id
 from jpaged.models.loading.tokenizer import has_tokenizer
 
@@ -81,7 +80,7 @@ def _open(
         return FolderCheckpoint.open(path, name=model, source=f"folder {path}", weights=weights)
     if path.is_file():
         _refuse(load_format, "safetensors", f"{model} is a file; give the folder it is in")
-        return GGUFCheckpoint(GGUFFile.open(path), model, f"GGUF file {path}")
+        return GGUFCheckpoint.open(path, name=model, source=f"GGUF file {path}")
     repository, colon, filename = model.partition(":")
     if not is_repository_id(repository) or (colon and not filename.endswith(_GGUF)):
         raise ModelLoadError(
@@ -93,7 +92,7 @@ def _open(
     if colon:
         _refuse(load_format, "safetensors", f"{model} is a GGUF file")
         path = fetch_file(repository, filename, revision=revision, download_dir=download_dir)
-        return GGUFCheckpoint(GGUFFile.open(path), model, f"hub {model} (GGUF)")
+        return GGUFCheckpoint.open(path, name=model, source=f"hub {model} (GGUF)")
     _refuse(load_format, "gguf", f"name the file: {model}:<file>{_GGUF}")
     path = fetch_folder(model, revision=revision, download_dir=download_dir, weights=weights)
     return FolderCheckpoint.open(path, name=model, source="hub", weights=weights)
