@@ -37,26 +37,26 @@ def relative_error(got: np.ndarray, want: np.ndarray) -> float:
 def test_dense_logits_are_those_of_transformers(case: str) -> None:
     config = ModelConfig.from_hf(families.CASES[case])
     layout = layout_of(config, jnp.float32)
-    model = layout.merge(layout.to_run(weights_of(layout)))
-    got = np.asarray(model.dense_logits(jnp.asarray(families.tokens(case))[None]))[0]
+    tokens = jnp.asarray(families.tokens(case))[None]
+    run = jax.jit(lambda params: layout.merge(params).dense_logits(tokens)[0])
+    got = np.asarray(run(layout.to_run(weights_of(layout))))
     assert relative_error(got, families.golden_logits(case)) < 100 * np.finfo(np.float32).eps
 
 
-@pytest.mark.parametrize("attention", [None, "reference"])
 @pytest.mark.parametrize("case", CASES)
-def test_chunks_and_decodes_through_pages_give_the_same(case: str, attention: str | None) -> None:
+def test_chunks_and_decodes_through_pages_give_the_same(case: str) -> None:
     config = ModelConfig.from_hf(families.CASES[case])
     layout = layout_of(config, jnp.float32)
     text, want = families.tokens(case), families.golden_logits(case)
     # A text among neighbours, one of them a beginning of it.
     texts = [text, text[::-1][:30], text[:21]]
     steps = mixed_steps([len(t) for t in texts])
-    got = run_paged(layout, layout.to_run(weights_of(layout)), texts, steps, attention=attention)
+    got = run_paged(layout, layout.to_run(weights_of(layout)), texts, steps)
     assert relative_error(got[0], want) < 100 * np.finfo(np.float32).eps
     assert relative_error(got[2], want[:21]) < 100 * np.finfo(np.float32).eps
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", ["llama3", "qwen3", "gemma3"])
 def test_bfloat16_stays_near(case: str) -> None:
     config = ModelConfig.from_hf(families.CASES[case])
     layout = layout_of(config, jnp.bfloat16)
