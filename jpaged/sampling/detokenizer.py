@@ -9,10 +9,12 @@ from collections.abc import Sequence
 from typing import Protocol
 
 _REPLACEMENT = "�"
-# An UTF-8 character has at most four bytes: a replacement character that is still last after this many
-# further tokens is one that the model really wrote.
-_MAX_UNFINISHED_TOKENS = 4
+# An unfinished UTF-8 character has at most three bytes, and decoders show it as one replacement
+# character, or as one for each byte: so many at the end may yet turn into another character.
+_MAX_UNFINISHED_CHARS = 3
 _PROMPT_WINDOW = 6
+# A model that writes nothing but broken characters does not make the window grow for ever.
+_MAX_PENDING_TOKENS = 16
 
 
 class Decoder(Protocol):
@@ -29,18 +31,19 @@ class Detokenizer:
     ) -> None:
         self._tokenizer = tokenizer
         self._skip = skip_special_tokens
-        # ids[prefix:read] have been turned into text; ids[read:] have not.
+        # The window is ids[prefix:], and ids[prefix:read] end with a finished character.
         self._ids = list(prompt_token_ids[-_PROMPT_WINDOW:])
         self._prefix = 0
         self._read = len(self._ids)
-        self._prefix_text = self._decode(0, self._read)
+        # The part of the window's text that has been given out.
+        self._given = self._decode(0)
 
-    def _decode(self, start: int, stop: int) -> str:
-        if start == stop:
+    def _decode(self, start: int) -> str:
+        if start == len(self._ids):
             return ""
         # Without clean-up: it rewrites text that has been sent already.
         return self._tokenizer.decode(
-            self._ids[start:stop],
+            self._ids[start:],
             skip_special_tokens=self._skip,
             clean_up_tokenization_spaces=False,  # type: ignore[call-arg]  # absent in some decoders
         )
@@ -48,11 +51,20 @@ class Detokenizer:
     def push(self, token: int) -> str:
         """The text that is certain now and was not before; "" while a character is unfinished."""
         self._ids.append(token)
-        text = self._decode(self._prefix, len(self._ids))
-        unfinished = len(self._ids) - self._read < _MAX_UNFINISHED_TOKENS
-        if len(text) <= len(self._prefix_text) or (text.endswith(_REPLACEMENT) and unfinished):
+        text = self._decode(self._prefix)
+        broken = len(text) - len(text.rstrip(_REPLACEMENT))
+        certain = len(text) - min(broken, _MAX_UNFINISHED_CHARS)
+        patient = len(self._ids) - self._read <= _MAX_PENDING_TOKENS
+        # A decoder of byte tokens shows a whole run of them as broken until its last one is there.
+        if certain <= len(self._given) or (patient and not text.startswith(self._given)):
             return ""
-        return self._take(text)
+        delta = text[len(self._given) : certain]
+        self._given = text[:certain]
+        if not broken:
+            self._advance(self._read, held_back=0)
+        elif not patient:
+            self._advance(len(self._ids) - _MAX_PENDING_TOKENS // 2, len(text) - certain)
+        return delta
 
     def hold(self, token: int) -> None:
         """Takes in a token without making text of it: `flush` gives all at once."""
@@ -60,11 +72,14 @@ class Detokenizer:
 
     def flush(self) -> str:
         """Whatever was held back, at the end of the sequence."""
-        return self._take(self._decode(self._prefix, len(self._ids)))
-
-    def _take(self, text: str) -> str:
-        delta = text[len(self._prefix_text) :]
-        self._prefix = self._read
-        self._read = len(self._ids)
-        self._prefix_text = self._decode(self._prefix, self._read)
+        text = self._decode(self._prefix)
+        delta = text[len(self._given) :]
+        self._given = text
         return delta
+
+    def _advance(self, prefix: int, held_back: int) -> None:
+        """Moves the window; the last `held_back` characters of its text are yet to be given out."""
+        self._prefix = prefix
+        self._read = len(self._ids)
+        text = self._decode(prefix)
+        self._given = text[: max(0, len(text) - held_back)]
