@@ -24,7 +24,7 @@ from huggingface_hub.errors import (
 
 from jpaged.errors import ModelLoadError
 
-_REPOSITORY = re.compile(r"[\w.-]+/[\w.-]+|[\w-][\w.-]*")
+_REPOSITORY = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
 _TOKENIZER = ("*.json", "*.jinja")
 _WEIGHTS = ("*.safetensors",)
 # Folders hold other exports (onnx, original weights); consolidated files repeat the shards.
