@@ -10,7 +10,7 @@ from ..kv import KVGroup, interleave_kv, scatter_slots
 from . import reference, xla
 from .metadata import AttentionMetadata
 
-IMPLEMENTATIONS = ("reference", "xla")
+IMPLEMENTATIONS = ("reference", "xla", "numba")
 
 _TILES_AT_ONCE = {"cpu": 1, "gpu": 128, "tpu": 128}
 
@@ -92,6 +92,12 @@ def paged_attention(
     check_implementation(implementation, IMPLEMENTATIONS)
     _check(q, kv, metadata, scale=scale, window=window, soft_cap=soft_cap, sinks=sinks)
     layer = jnp.asarray(layer, jnp.int32)
+    if implementation == "numba":
+        from . import numba_cpu
+
+        return numba_cpu.attend(
+            q, kv, layer, metadata, scale=scale, window=window, soft_cap=soft_cap, sinks=sinks
+        )
     if implementation == "reference":
         return reference.attend(
             q, kv, layer, metadata, scale=scale, window=window, soft_cap=soft_cap, sinks=sinks

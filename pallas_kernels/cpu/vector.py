@@ -1,0 +1,340 @@
+"""Register-tiled inner loops as vector instructions, written once for every vector width.
+
+Each intrinsic emits LLVM code for literal tile sizes. A sum runs in one fixed order that depends on its
+length and the vector width only, so that the bits of a result do not depend on the tile it was part of.
+16-bit operands are widened in registers: `F32`, `BF16` and `F16` say what the bytes in memory mean.
+"""
+
+from typing import Any
+
+import llvmlite.binding as llvm
+from llvmlite import ir
+from numba import types
+from numba.extending import intrinsic
+
+F32, BF16, F16 = 0, 1, 2
+KINDS = {"float32": F32, "bfloat16": BF16, "float16": F16}
+
+_F32, _I16, _I32, _I64 = ir.FloatType(), ir.IntType(16), ir.IntType(32), ir.IntType(64)
+
+
+def host_width() -> int:
+    """Floats in a vector register of this machine."""
+    return 16 if llvm.get_host_cpu_features().get("avx512f", False) else 8
+
+
+def _vector(width: int) -> Any:
+    return ir.VectorType(_F32, width)
+
+
+def _splat(value: float, width: int) -> Any:
+    return ir.Constant(_vector(width), [value] * width)
+
+
+def _at(builder: Any, address: Any, to: Any) -> Any:
+    return builder.inttoptr(address, to.as_pointer())
+
+
+def _load(builder: Any, address: Any, kind: int, width: int) -> Any:
+    """A vector of `kind` from memory, widened to float32."""
+    if kind == F32:
+        return builder.load(_at(builder, address, _vector(width)), align=4)
+    bits = builder.load(_at(builder, address, ir.VectorType(_I16, width)), align=2)
+    if kind == F16:
+        return builder.fpext(
+            builder.bitcast(bits, ir.VectorType(ir.HalfType(), width)), _vector(width)
+        )
+    wide = ir.VectorType(_I32, width)
+    shifted = builder.shl(builder.zext(bits, wide), ir.Constant(wide, [16] * width))
+    return builder.bitcast(shifted, _vector(width))
+
+
+def _store(builder: Any, value: Any, address: Any) -> None:
+    builder.store(value, _at(builder, address, value.type), align=4)
+
+
+def _broadcast(builder: Any, scalar: Any, width: int) -> Any:
+    undefined = ir.Constant(_vector(width), ir.Undefined)
+    one = builder.insert_element(undefined, scalar, ir.Constant(_I32, 0))
+    zeros = ir.Constant(ir.VectorType(_I32, width), [0] * width)
+    return builder.shuffle_vector(one, undefined, zeros)
+
+
+def _call(builder: Any, name: str, *args: Any) -> Any:
+    """An LLVM intrinsic that maps vectors of one type to a vector of it."""
+    vector = args[0].type
+    function = builder.module.declare_intrinsic(
+        f"llvm.{name}.v{vector.count}f32", (), ir.FunctionType(vector, [vector] * len(args))
+    )
+    return builder.call(function, args)
+
+
+def _multiply_add(builder: Any, a: Any, b: Any, c: Any) -> Any:
+    return _call(builder, "fmuladd", a, b, c)
+
+
+def _offset(builder: Any, address: Any, index: int, stride: Any) -> Any:
+    return builder.add(address, builder.mul(stride, ir.Constant(_I64, index)))
+
+
+def _add_lanes(builder: Any, value: Any, width: int) -> Any:
+    """The sum of a vector's lanes, halves first."""
+    while width > 1:
+        width //= 2
+        undefined = ir.Constant(value.type, ir.Undefined)
+        halves = [
+            builder.shuffle_vector(
+                value,
+                undefined,
+                ir.Constant(ir.VectorType(_I32, width), list(range(start, start + width))),
+            )
+            for start in (0, width)
+        ]
+        value = builder.fadd(*halves)
+    return builder.extract_element(value, ir.Constant(_I32, 0))
+
+
+class _Loop:
+    """`for index in range(0, count, step)` in LLVM, carrying values."""
+
+    def __init__(self, builder: Any, count: Any, step: int, carried: list[Any]) -> None:
+        self._builder, self._step = builder, step
+        before = builder.block
+        self._head = builder.append_basic_block("loop")
+        self._body = builder.append_basic_block("body")
+        self._after = builder.append_basic_block("after")
+        builder.branch(self._head)
+        builder.position_at_end(self._head)
+        self.index = builder.phi(_I64)
+        self.index.add_incoming(ir.Constant(_I64, 0), before)
+        self.values = [builder.phi(value.type) for value in carried]
+        for phi, value in zip(self.values, carried, strict=True):
+            phi.add_incoming(value, before)
+        more = builder.icmp_signed("<", self.index, count)
+        builder.cbranch(more, self._body, self._after)
+        builder.position_at_end(self._body)
+
+    def close(self, values: list[Any]) -> list[Any]:
+        """Ends the body with the values for the next turn; returns those after the last."""
+        builder = self._builder
+        following = builder.add(self.index, ir.Constant(_I64, self._step))
+        self.index.add_incoming(following, builder.block)
+        for phi, value in zip(self.values, values, strict=True):
+            phi.add_incoming(value, builder.block)
+        builder.branch(self._head)
+        builder.position_at_end(self._after)
+        return self.values
+
+
+def _exp(builder: Any, x: Any, width: int) -> Any:
+    """exp(x) for x <= 0 to about 2 units in the last place, 0 below -87 (Cephes' polynomial)."""
+    vector = _vector(width)
+    low = _splat(-87.0, width)
+    live = builder.fcmp_ordered(">=", x, low)
+    x = builder.select(live, x, low)
+    n = _call(builder, "rint", builder.fmul(x, _splat(1.4426950408889634, width)))
+    r = _multiply_add(builder, n, _splat(-0.693359375, width), x)
+    r = _multiply_add(builder, n, _splat(2.12194440e-4, width), r)
+    y = _splat(1.9875691500e-4, width)
+    for c in (1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 5.0000001201e-1):
+        y = _multiply_add(builder, y, r, _splat(c, width))
+    y = _multiply_add(builder, y, builder.fmul(r, r), builder.fadd(r, _splat(1.0, width)))
+    wide = ir.VectorType(_I32, width)
+    exponent = builder.add(builder.fptosi(n, wide), ir.Constant(wide, [127] * width))
+    power = builder.bitcast(builder.shl(exponent, ir.Constant(wide, [23] * width)), vector)
+    return builder.select(live, builder.fmul(y, power), _splat(0.0, width))
+
+
+@intrinsic(prefer_literal=True)  # type: ignore[untyped-decorator]
+def dots(
+    typingctx: Any,
+    out: Any,
+    out_a: Any,
+    out_b: Any,
+    a: Any,
+    a_stride: Any,
+    b: Any,
+    b_stride: Any,
+    count: Any,
+    a_rows: Any,
+    b_rows: Any,
+    b_kind: Any,
+    width: Any,
+) -> Any:
+    """out[i, j] = sum over k < count of a[i, k] * b[j, k], for a few rows i of `a` and j of `b`.
+
+    `count` is a multiple of the width. Strides are in bytes; `a` is float32. The last four are literal.
+    """
+    m, n, kind, w = (x.literal_value for x in (a_rows, b_rows, b_kind, width))
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        out, out_a, out_b, a, a_stride, b, b_stride, count = args[:8]
+        rows_a = [_offset(builder, a, i, a_stride) for i in range(m)]
+        rows_b = [_offset(builder, b, j, b_stride) for j in range(n)]
+        loop = _Loop(builder, count, w, [_splat(0.0, w)] * (m * n))
+        step_a = builder.mul(loop.index, ir.Constant(_I64, 4))
+        step_b = builder.mul(loop.index, ir.Constant(_I64, 4 if kind == F32 else 2))
+        vectors_b = [_load(builder, builder.add(row, step_b), kind, w) for row in rows_b]
+        sums = list(loop.values)
+        for i in range(m):
+            vector_a = _load(builder, builder.add(rows_a[i], step_a), F32, w)
+            for j in range(n):
+                sums[i * n + j] = _multiply_add(builder, vector_a, vectors_b[j], sums[i * n + j])
+        sums = loop.close(sums)
+        for i in range(m):
+            for j in range(n):
+                address = _offset(builder, _offset(builder, out, i, out_a), j, out_b)
+                _store(builder, _add_lanes(builder, sums[i * n + j], w), address)
+        return context.get_dummy_value()
+
+    return types.void(*[types.int64] * 8, a_rows, b_rows, b_kind, width), generate
+
+
+@intrinsic(prefer_literal=True)  # type: ignore[untyped-decorator]
+def accumulate(
+    typingctx: Any,
+    out: Any,
+    out_stride: Any,
+    a: Any,
+    a_row: Any,
+    a_column: Any,
+    b: Any,
+    b_stride: Any,
+    count: Any,
+    rows: Any,
+    vectors: Any,
+    b_kind: Any,
+    width: Any,
+) -> Any:
+    """out[i, :] += sum over k < count of a[i, k] * b[k, :], for `vectors` vectors of columns.
+
+    Strides are in bytes (those of `a`: per row, per column); `out` and `a` are float32. The last four
+    are literal.
+    """
+    m, n, kind, w = (x.literal_value for x in (rows, vectors, b_kind, width))
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        out, out_stride, a, a_row, a_column, b, b_stride, count = args[:8]
+        places = [
+            builder.add(_offset(builder, out, i, out_stride), ir.Constant(_I64, 4 * w * j))
+            for i in range(m)
+            for j in range(n)
+        ]
+        rows_a = [_offset(builder, a, i, a_row) for i in range(m)]
+        loop = _Loop(builder, count, 1, [_load(builder, place, F32, w) for place in places])
+        step_a = builder.mul(loop.index, a_column)
+        row_b = builder.add(b, builder.mul(loop.index, b_stride))
+        size = w * (4 if kind == F32 else 2)
+        vectors_b = [
+            _load(builder, builder.add(row_b, ir.Constant(_I64, size * j)), kind, w)
+            for j in range(n)
+        ]
+        sums = list(loop.values)
+        for i in range(m):
+            scalar = builder.load(_at(builder, builder.add(rows_a[i], step_a), _F32))
+            wide = _broadcast(builder, scalar, w)
+            for j in range(n):
+                sums[i * n + j] = _multiply_add(builder, wide, vectors_b[j], sums[i * n + j])
+        for place, value in zip(places, loop.close(sums), strict=True):
+            _store(builder, value, place)
+        return context.get_dummy_value()
+
+    return types.void(*[types.int64] * 8, rows, vectors, b_kind, width), generate
+
+
+@intrinsic(prefer_literal=True)  # type: ignore[untyped-decorator]
+def widen(typingctx: Any, out: Any, source: Any, count: Any, kind: Any, width: Any) -> Any:
+    """Copies `count` numbers of `kind`, a multiple of the width, as float32."""
+    k, w = kind.literal_value, width.literal_value
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        out, source, count = args[:3]
+        loop = _Loop(builder, count, w, [])
+        size = ir.Constant(_I64, 4 if k == F32 else 2)
+        value = _load(builder, builder.add(source, builder.mul(loop.index, size)), k, w)
+        offset = builder.mul(loop.index, ir.Constant(_I64, 4))
+        _store(builder, value, builder.add(out, offset))
+        loop.close([])
+        return context.get_dummy_value()
+
+    return types.void(*[types.int64] * 3, kind, width), generate
+
+
+@intrinsic(prefer_literal=True)  # type: ignore[untyped-decorator]
+def scale_rows(typingctx: Any, x: Any, count: Any, factor: Any, width: Any) -> Any:
+    """x[i] *= factor for `count` numbers, a multiple of the width."""
+    w = width.literal_value
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        x, count, factor = args[:3]
+        wide = _broadcast(builder, factor, w)
+        loop = _Loop(builder, count, w, [])
+        place = builder.add(x, builder.mul(loop.index, ir.Constant(_I64, 4)))
+        _store(builder, builder.fmul(_load(builder, place, F32, w), wide), place)
+        loop.close([])
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64, types.float32, width), generate
+
+
+@intrinsic(prefer_literal=True)  # type: ignore[untyped-decorator]
+def cap_scores(typingctx: Any, x: Any, count: Any, cap: Any, width: Any) -> Any:
+    """x[i] = cap * tanh(x[i] / cap) for `count` numbers, a multiple of the width."""
+    w = width.literal_value
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        x, count, cap = args[:3]
+        wide, one = _broadcast(builder, cap, w), _splat(1.0, w)
+        loop = _Loop(builder, count, w, [])
+        place = builder.add(x, builder.mul(loop.index, ir.Constant(_I64, 4)))
+        y = builder.fdiv(_load(builder, place, F32, w), wide)
+        # tanh|y| = (1 - e) / (1 + e) with e = exp(-2|y|)
+        e = _exp(builder, builder.fmul(_call(builder, "fabs", y), _splat(-2.0, w)), w)
+        tanh = builder.fdiv(builder.fsub(one, e), builder.fadd(one, e))
+        _store(builder, builder.fmul(wide, _call(builder, "copysign", tanh, y)), place)
+        loop.close([])
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64, types.float32, width), generate
+
+
+@intrinsic(prefer_literal=True)  # type: ignore[untyped-decorator]
+def soften(
+    typingctx: Any,
+    scores: Any,
+    stride: Any,
+    count: Any,
+    top: Any,
+    total: Any,
+    kept: Any,
+    width: Any,
+) -> Any:
+    """One block's step of a streaming softmax, for one vector of columns.
+
+    `top` (the greatest score so far) and `total` (the sum of the weights) are brought up to date, the
+    `count` rows of scores become weights exp(score - top), and `kept` is the factor that what was
+    summed before must be multiplied by.
+    """
+    w = width.literal_value
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        scores, stride, count, top, total, kept = args[:6]
+        old = _load(builder, top, F32, w)
+        loop = _Loop(builder, count, 1, [old])
+        place = builder.add(scores, builder.mul(loop.index, stride))
+        score = _load(builder, place, F32, w)
+        greater = builder.fcmp_ordered(">", score, loop.values[0])
+        new = loop.close([builder.select(greater, score, loop.values[0])])[0]
+        factor = _exp(builder, builder.fsub(old, new), w)
+        before = builder.fmul(_load(builder, total, F32, w), factor)
+        loop = _Loop(builder, count, 1, [_splat(0.0, w)])
+        place = builder.add(scores, builder.mul(loop.index, stride))
+        weight = _exp(builder, builder.fsub(_load(builder, place, F32, w), new), w)
+        _store(builder, weight, place)
+        added = loop.close([builder.fadd(loop.values[0], weight)])[0]
+        _store(builder, new, top)
+        _store(builder, builder.fadd(before, added), total)
+        _store(builder, factor, kept)
+        return context.get_dummy_value()
+
+    return types.void(*[types.int64] * 6, width), generate
