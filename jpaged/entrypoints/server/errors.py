@@ -12,6 +12,8 @@ from jpaged.errors import EngineDeadError, RequestError
 
 logger = logging.getLogger("jpaged")
 
+INTERNAL_ERROR = "internal_error"
+
 
 class ApiError(Exception):
     """An answer that is an error, with its HTTP status."""
@@ -33,7 +35,7 @@ def as_api_error(error: BaseException) -> ApiError:
         return ApiError(400, str(error), param=error.field, code=error.code)
     if isinstance(error, EngineDeadError):
         return ApiError(503, str(error), code="engine_dead")
-    return ApiError(500, "an error inside the server; its log says more", code="internal_error")
+    return ApiError(500, "an error inside the server; its log says more", code=INTERNAL_ERROR)
 
 
 def aborted() -> ApiError:

@@ -12,7 +12,14 @@ from starlette.types import Receive, Scope, Send
 from jpaged.engine.async_llm_engine import AsyncLLMEngine, RequestStream
 from jpaged.engine.input_processor import Prompt
 from jpaged.engine.outputs import RequestOutput
-from jpaged.entrypoints.server.errors import aborted, as_api_error, error_event, logger
+from jpaged.entrypoints.server.errors import (
+    INTERNAL_ERROR,
+    ApiError,
+    aborted,
+    as_api_error,
+    error_event,
+    logger,
+)
 from jpaged.entrypoints.server.metrics import Metrics
 from jpaged.entrypoints.server.protocol import streamed
 from jpaged.entrypoints.server.writers import Writer, encode
@@ -87,9 +94,19 @@ async def respond(
         if watch.gone:
             return Response(status_code=CLIENT_GONE)
         raise
+    except Exception as error:
+        raise _told(error) from error
     finally:
         if not handed_over:
             watch.end()
+
+
+def _told(error: Exception) -> ApiError:
+    """What the client is told of an error; the log has the whole story of one of ours."""
+    told = as_api_error(error)
+    if told.code == INTERNAL_ERROR:
+        logger.error("a request failed", exc_info=error)
+    return told
 
 
 def _is_aborted(output: RequestOutput) -> bool:
@@ -125,10 +142,7 @@ class EventStream(Response):
                 async for event in self._events:
                     await send({"type": "http.response.body", "body": event, "more_body": True})
             except Exception as error:
-                told = as_api_error(error)
-                if told.code == "internal_error":
-                    logger.exception("a stream ended with an error")
-                body = error_event(told)
+                body = error_event(_told(error))
                 await send({"type": "http.response.body", "body": body, "more_body": True})
             await send({"type": "http.response.body", "body": b"", "more_body": False})
         finally:
