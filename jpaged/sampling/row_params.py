@@ -65,9 +65,10 @@ class SequenceSampling:
         """The fields of RowParams as int32 words, in their order."""
         params, seed = self.params, self.seed % 2**64
         values = {
-            "temperature": params.temperature,
+            # What float32 cannot hold: beyond it is as good as uniform, below it nothing would be kept.
+            "temperature": min(params.temperature, 1e38),
             "top_k": params.top_k,
-            "top_p": params.top_p,
+            "top_p": max(params.top_p, 1e-30),
             "seed_low": seed % 2**32,
             "seed_high": seed >> 32,
             "sample": self.sample,

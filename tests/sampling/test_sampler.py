@@ -129,7 +129,7 @@ def test_nucleus_is_the_smallest_set_that_reaches_top_p(top_p: float, kept: set[
 def test_top_k_1_and_a_tiny_top_p_are_greedy() -> None:
     rng = np.random.default_rng(5)
     logits = random_logits(rng, 64, 1000, ties=True)
-    for params in (SamplingParams(top_k=1, temperature=5), SamplingParams(top_p=1e-9)):
+    for params in (SamplingParams(top_k=1, temperature=5), SamplingParams(top_p=1e-60)):
         tokens = draw(logits, oracle.rows(*[params] * 64), range(64)).tokens
         np.testing.assert_array_equal(tokens, logits.argmax(-1))
 
@@ -255,7 +255,7 @@ def test_masked_logits_are_never_drawn_and_poison_nobody() -> None:
         assert draw(masked, oracle.rows(*[p] * 500), range(500)).tokens.max() < 5
 
 
-@pytest.mark.parametrize("temperature", [1e-38, 1e-10, 1e30])
+@pytest.mark.parametrize("temperature", [1e-60, 1e-10, 1e300])
 def test_extreme_temperatures_are_finite(temperature: float) -> None:
     logits = random_logits(np.random.default_rng(2), 200, 1000, ties=False) * 10
     params = oracle.rows(*[SamplingParams(temperature=temperature)] * 200)
