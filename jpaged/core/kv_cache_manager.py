@@ -96,7 +96,7 @@ class KVCacheManager:
         self._passed[sequence] = [0] * len(self.specs)
 
     def grow(self, sequence: int, num_tokens: int) -> bool:
-        """Makes the table cover `num_tokens` tokens in every group; in none, and False, if one lacks pages."""
+        """Makes the table cover `num_tokens` in every group; in none, and False, if one lacks pages."""
         tables = self._tables[sequence]
         need = [max(0, pages_for(num_tokens, self.page_size) - len(table)) for table in tables]
         if any(n > pool.num_free for n, pool in zip(need, self._pools, strict=True)):

@@ -13,7 +13,7 @@ import numpy as np
 from jpaged.errors import RequestError
 from jpaged.sampling.params import SamplingParams
 
-Prompt: TypeAlias = "str | Sequence[int] | Mapping[str, object]"
+Prompt: TypeAlias = str | Sequence[int] | Mapping[str, object]
 
 
 class Tokenizer(Protocol):

@@ -7,7 +7,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import transformers
 
 from jpaged.engine.engine_args import EngineArgs
 from jpaged.errors import ConfigError
@@ -126,6 +125,8 @@ def _live(args: EngineArgs) -> ModelSource:
         )
     tokenizer = args.tokenizer
     if isinstance(tokenizer, str):
+        import transformers  # slow, and needed for this alone
+
         tokenizer = transformers.AutoTokenizer.from_pretrained(tokenizer)
     return ModelSource(
         name=args.model or config.model_type,

@@ -20,8 +20,14 @@ from jpaged.models.weights import RunLayout
 from jpaged.sampling.row_params import SequenceSampling
 from jpaged.sampling.sampler import Sampled
 from jpaged.worker.compile_cache import compilation_cache_at
-from jpaged.worker.step_input import StepPacker, StepShape, bucket_for, pack_nothing
-from jpaged.worker.step_program import KV, empty_rows, make_step
+from jpaged.worker.step_input import (
+    StepPacker,
+    StepShape,
+    bucket_for,
+    pack_nothing,
+    sample_buckets,
+)
+from jpaged.worker.step_program import KV, empty_rows, make_forward, make_sample
 
 # XLA compiles one program on little more than one core.
 _COMPILE_THREADS = 2
@@ -51,6 +57,7 @@ class ModelRunner:
         self._layout = layout
         self._kv = kv
         self._device = device
+        self._sharding = jax.sharding.SingleDeviceSharding(device)
         self._platform = platform
         self._attention = attention
         widths = tuple(pages_for(max_model_len, group.page_size) for group in kv)
@@ -61,66 +68,98 @@ class ModelRunner:
         self._buckets = tuple(buckets)
         self._packer = StepPacker(max_num_seqs, widths)
         self._rows = jax.device_put(empty_rows(max_num_seqs), device)
-        self._steps: dict[int, Compiled] = {}
+        self._sample_buckets = sample_buckets(max_num_seqs)
+        self._forwards: dict[int, Compiled] = {}
+        self._samples: dict[int, Compiled] = {}
 
     def compile(self, cache: Path | None, *, progress: bool) -> None:
         """Compiles every step and runs each once on no tokens, which leaves the state as it was.
 
         `cache` is a folder for compiled programs, None for none.
         """
+        # The largest first: it takes longest.
+        buckets = sorted(self._shapes, reverse=True)
         with (
             compilation_cache_at(cache),
             ThreadPoolExecutor(_COMPILE_THREADS) as pool,
-            tqdm(total=len(self._shapes), desc="Compiling steps", disable=not progress) as bar,
+            tqdm(
+                total=len(buckets) + len(self._sample_buckets),
+                desc="Compiling steps",
+                disable=not progress,
+            ) as bar,
         ):
-            # The largest first: it takes longest.
-            lowered = {tokens: self._lower(tokens) for tokens in sorted(self._shapes, reverse=True)}
-            futures = {tokens: pool.submit(low.compile) for tokens, low in lowered.items()}
-            for tokens, future in futures.items():
-                self._steps[tokens] = future.result()
-                self.num_compilations += 1
-                bar.update()
-        for tokens, shape in self._shapes.items():
-            self._fetch(self._call(tokens, pack_nothing(shape)), top=True)
+            # Lowering holds the interpreter; each program compiles while the next one is lowered.
+            forwards = {size: pool.submit(self._lower_forward(size).compile) for size in buckets}
+            samples = {
+                size: pool.submit(self._lower_sample(size).compile) for size in self._sample_buckets
+            }
+            for futures, programs in ((forwards, self._forwards), (samples, self._samples)):
+                for size, future in futures.items():
+                    programs[size] = future.result()
+                    self.num_compilations += 1
+                    bar.update()
+        for size, shape in self._shapes.items():
+            hidden = self._forward(size, pack_nothing(shape))
+        for size in self._sample_buckets:
+            self._fetch(self._sample(hidden, [], size), top=True)
 
-    def _lower(self, tokens: int) -> jax.stages.Lowered:
-        step = make_step(
-            self._layout,
-            self._shapes[tokens],
-            attention=self._attention,
-            platform=self._platform,
+    def _lower_forward(self, tokens: int) -> jax.stages.Lowered:
+        shape = self._shapes[tokens]
+        forward = make_forward(
+            self._layout, shape, attention=self._attention, platform=self._platform
         )
-        sharding = jax.sharding.SingleDeviceSharding(self._device)
-        vector = jax.ShapeDtypeStruct((self._shapes[tokens].size,), np.int32, sharding=sharding)
-        jitted = jax.jit(step, donate_argnums=(1, 2))
+        vector = jax.ShapeDtypeStruct((shape.size,), np.int32, sharding=self._sharding)
+        jitted = jax.jit(forward, donate_argnums=(1, 2))
         return jitted.lower(self.params, self._kv, self._rows, vector)
+
+    def _lower_sample(self, count: int) -> jax.stages.Lowered:
+        rows = len(self._rows.length) - 1
+        hidden = jax.ShapeDtypeStruct(
+            (rows, self._layout.config.hidden_size),
+            self._layout.specs[0].dtype,
+            sharding=self._sharding,
+        )
+        row_ids = jax.ShapeDtypeStruct((count,), np.int32, sharding=self._sharding)
+        jitted = jax.jit(make_sample(self._layout, platform=self._platform), donate_argnums=1)
+        return jitted.lower(self.params, self._rows, hidden, row_ids)
 
     def run(self, plan: StepPlan, kv: KVCacheManager) -> Mapping[int, SampledToken]:
         """Runs a plan; the tokens by sequence, for each entry that samples."""
-        # Entries that sample first, decodes before the rest: the program samples a prefix.
+        # Entries that sample first, decodes before the rest: sample takes a prefix.
         entries = sorted(plan.entries, key=lambda entry: (not entry.samples, entry.count > 1))
         num_tokens = plan.num_tokens
         tokens = bucket_for(num_tokens, self._buckets)
-        sampled = self._call(tokens, self._packer.pack(entries, kv, self._shapes[tokens]))
+        hidden = self._forward(tokens, self._packer.pack(entries, kv, self._shapes[tokens]))
         self.num_steps += 1
         self.scheduled_tokens += num_tokens
         self.padded_tokens += tokens - num_tokens
         samplers = [entry for entry in entries if entry.samples]
         if not samplers:
             return {}
+        rows = [entry.request.row for entry in samplers]
+        sampled = self._sample(hidden, rows, bucket_for(len(rows), self._sample_buckets))
         top = any(_num_top(entry) is not None for entry in samplers)
         return _by_sequence(samplers, self._fetch(sampled, top=top))
 
     def close(self) -> None:
         """Lets go of every array and program."""
         self.params, self._kv, self._rows = (), (), None
-        self._steps.clear()
+        self._forwards.clear()
+        self._samples.clear()
 
-    def _call(self, tokens: int, vector: np.ndarray) -> Sampled:
+    def _forward(self, tokens: int, vector: np.ndarray) -> Array:
+        """Runs the forward of a bucket; the hidden states to sample from."""
         packed = jax.device_put(vector, self._device)
-        result = self._steps[tokens](self.params, self._kv, self._rows, packed)
+        result = self._forwards[tokens](self.params, self._kv, self._rows, packed)
         self._kv, self._rows = result.kv, result.rows
-        sampled: Sampled = result.sampled
+        return result.hidden
+
+    def _sample(self, hidden: Array, rows: Sequence[int], size: int) -> Sampled:
+        """Samples the first entries of a step, which are in `rows`."""
+        row_ids = np.full(size, len(self._rows.length) - 1, np.int32)
+        row_ids[: len(rows)] = rows
+        row_ids = jax.device_put(row_ids, self._device)
+        self._rows, sampled = self._samples[size](self.params, self._rows, hidden, row_ids)
         return sampled
 
     @staticmethod

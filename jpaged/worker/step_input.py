@@ -44,11 +44,9 @@ class StepShape:
     def fields(self) -> dict[str, tuple[int, ...]]:
         """Name and shape of each part of the vector, in order."""
         parts: dict[str, tuple[int, ...]] = {
-            "num_samples": (1,),
             "tokens": (self.tokens,),
             "cu_q_lens": (self.entries + 1,),
             "row_ids": (self.entries,),
-            "samples": (self.entries,),
             "reset": (self.entries,),
             "sampling": (self.entries, NUM_WORDS),
         }
@@ -67,21 +65,17 @@ class StepInput(Generic[A]):
     """The parts of the vector: views on the host, slices on the device.
 
     Attributes:
-        num_samples: `[1]`, how many entries yield a token; they are the first ones.
         tokens: `[tokens]`, LAST_TOKEN where the row's own last token is meant; 0 for padding.
         cu_q_lens: `[entries + 1]`, where each entry's tokens begin.
         row_ids: `[entries]`, the dummy row for unused entries.
-        samples: `[entries]`, 1 where the entry yields a token.
         reset: `[entries]`, 1 where the row begins a new sequence at position 0.
         sampling: `[entries, NUM_WORDS]`, sampling parameters of rows that are reset.
         page_tables: `[entries, table_width]` by KV group.
     """
 
-    num_samples: A
     tokens: A
     cu_q_lens: A
     row_ids: A
-    samples: A
     reset: A
     sampling: A
     page_tables: tuple[A, ...]
@@ -121,7 +115,7 @@ class StepPacker:
     def pack(
         self, entries: Sequence[PlanEntry], kv: KVCacheManager, shape: StepShape
     ) -> np.ndarray:
-        """The vector for `entries`, those that yield a token first. They fit `shape`."""
+        """The vector for `entries`, which fit `shape`."""
         vector = pack_nothing(shape)
         step = _split(vector, shape)
         at = 0
@@ -135,15 +129,12 @@ class StepPacker:
             at = stop
             step.cu_q_lens[i + 1] = at
             step.row_ids[i] = request.row
-            if entry.samples:
-                step.samples[i] = 1
             if request.row_is_new:
                 sampling = request.sampling
                 assert isinstance(sampling, SequenceSampling)
                 step.reset[i] = 1
                 step.sampling[i] = sampling.words()
             self._update_tables(entry, kv)
-        step.num_samples[0] = sum(entry.samples for entry in entries)
         step.cu_q_lens[len(entries) + 1 :] = at
         rows = step.row_ids
         for ours, table in zip(step.page_tables, self._tables, strict=True):
@@ -181,6 +172,14 @@ def token_buckets(max_num_batched_tokens: int, max_num_seqs: int) -> tuple[int, 
     return tuple(sorted(sizes))
 
 
-def bucket_for(num_tokens: int, buckets: Sequence[int]) -> int:
-    """The smallest bucket that holds so many tokens."""
-    return next(size for size in buckets if size >= num_tokens)
+def sample_buckets(max_num_seqs: int) -> tuple[int, ...]:
+    """Sizes in which tokens are sampled: the vocabulary is a large product, and most prefill steps end
+    few prompts."""
+    return tuple(
+        sorted({min(size, max_num_seqs) for size in (1, 8, max_num_seqs // 2, max_num_seqs)} - {0})
+    )
+
+
+def bucket_for(count: int, buckets: Sequence[int]) -> int:
+    """The smallest bucket that holds so many."""
+    return next(size for size in buckets if size >= count)

@@ -1,7 +1,8 @@
-"""The step program: forward and sample, as one pure function of (params, kv, rows, input).
+"""The two programs of a step: forward yields hidden states, sample turns them into tokens.
 
-Knows no scheduler and no page pool; what it is told comes in the packed input. kv and rows are
-donated by whoever compiles it.
+Pure functions that know no scheduler and no page pool; what they are told comes in the packed
+input. They are apart because forward comes in as many shapes as there are token buckets, and
+sample, which takes as long to compile, in few. kv and rows are donated by whoever compiles them.
 """
 
 import dataclasses
@@ -10,7 +11,7 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Int, Int32
+from jaxtyping import Array, Float, Int, Int32
 
 from jpaged.models.weights import RunLayout
 from jpaged.pallas_kernels import AttentionMetadata, KVGroup
@@ -19,8 +20,6 @@ from jpaged.sampling.sampler import Sampled, sample
 from jpaged.worker.step_input import LAST_TOKEN, StepInput, StepShape, unpack
 
 KV = tuple[KVGroup, ...]
-# Steps of few samples compute the vocabulary for so many rows only.
-FEW_SAMPLES = 8
 
 
 @partial(
@@ -54,55 +53,60 @@ def empty_rows(rows: int) -> Rows:
 
 @partial(
     jax.tree_util.register_dataclass,
-    data_fields=["kv", "rows", "sampled"],
+    data_fields=["kv", "rows", "hidden"],
     meta_fields=[],
 )
 @dataclasses.dataclass(frozen=True)
-class StepResult:
-    """The state after a step, and what it sampled, by entry."""
+class Forwarded:
+    """The state after a forward, and the hidden state of each entry's last token."""
 
     kv: KV
     rows: Rows
-    sampled: Sampled
+    hidden: Float[Array, "rows embed"]
 
 
-def make_step(
+def make_forward(
     layout: RunLayout, shape: StepShape, *, attention: str | None, platform: str
-) -> Callable[[tuple[Array, ...], KV, Rows, Array], StepResult]:
-    """The step of one bucket. `attention` names an implementation, None takes the platform's."""
+) -> Callable[[tuple[Array, ...], KV, Rows, Array], Forwarded]:
+    """The forward of one bucket. `attention` names an implementation, None takes the platform's."""
 
-    def step(params: tuple[Array, ...], kv: KV, rows: Rows, packed: Array) -> StepResult:
+    def forward(params: tuple[Array, ...], kv: KV, rows: Rows, packed: Array) -> Forwarded:
         given = unpack(packed, shape)
         rows = _reset_rows(rows, given)
         start = rows.length[given.row_ids]
         counts = jnp.diff(given.cu_q_lens)
         tokens, positions, metadata = _place(given, rows, start, counts, kv)
         model = layout.merge(params)
-        with jax.named_scope("forward"):
-            hidden, kv = model(
-                tokens, positions, kv, metadata, attention=attention, platform=platform
-            )
-        with jax.named_scope("sample"):
-            last = hidden[jnp.maximum(given.cu_q_lens[1:] - 1, 0)]
-            row_params = jax.tree.map(lambda x: x[given.row_ids], rows.params)
-            sampled = _sample_first(
-                partial(model.logits, platform=platform),
-                last,
-                row_params,
-                start + counts,
-                given.num_samples[0],
-            )
-        takes = given.samples == 1
-        rows = dataclasses.replace(
-            rows,
-            last_token=rows.last_token.at[given.row_ids].set(
-                jnp.where(takes, sampled.tokens, rows.last_token[given.row_ids])
-            ),
-            length=rows.length.at[given.row_ids].set(start + counts),
-        )
-        return StepResult(kv=kv, rows=rows, sampled=sampled)
+        hidden, kv = model(tokens, positions, kv, metadata, attention=attention, platform=platform)
+        last = hidden[jnp.maximum(given.cu_q_lens[1:] - 1, 0)]
+        # Of one shape for all buckets, since it is sample's input.
+        last = jnp.pad(last, ((0, shape.rows - shape.entries), (0, 0)))
+        rows = dataclasses.replace(rows, length=rows.length.at[given.row_ids].set(start + counts))
+        return Forwarded(kv=kv, rows=rows, hidden=last)
 
-    return step
+    return forward
+
+
+def make_sample(
+    layout: RunLayout, *, platform: str
+) -> Callable[[tuple[Array, ...], Rows, Array, Array], tuple[Rows, Sampled]]:
+    """Samples the first entries of a step, as many as `row_ids` has; the dummy row is for padding."""
+
+    def sample_rows(
+        params: tuple[Array, ...],
+        rows: Rows,
+        hidden: Float[Array, "rows embed"],
+        row_ids: Int32[Array, " samples"],
+    ) -> tuple[Rows, Sampled]:
+        model = layout.merge(params)
+        logits = model.logits(hidden[: row_ids.shape[0]], platform=platform)
+        row_params = jax.tree.map(lambda x: x[row_ids], rows.params)
+        # The new token will stand behind all that is computed.
+        sampled = sample(logits, row_params, rows.length[row_ids])
+        last_token = rows.last_token.at[row_ids].set(sampled.tokens)
+        return dataclasses.replace(rows, last_token=last_token), sampled
+
+    return sample_rows
 
 
 def _reset_rows(rows: Rows, given: StepInput[jax.Array]) -> Rows:
@@ -148,31 +152,3 @@ def _place(
             )
         )
     return tokens, positions, tuple(metadata)
-
-
-def _sample_first(
-    logits: Callable[[Array], Array],
-    hidden: Array,
-    params: RowParams,
-    positions: Int[Array, " entries"],
-    count: Int[Array, ""],
-) -> Sampled:
-    """Samples the first `count` entries: none, few, or all; the vocabulary is a large product."""
-    entries = hidden.shape[0]
-
-    def of_first(size: int) -> Sampled:
-        part = jax.tree.map(lambda x: x[:size], params)
-        sampled = sample(logits(hidden[:size]), part, positions[:size])
-        return jax.tree.map(
-            lambda x: jnp.pad(x, [(0, entries - size)] + [(0, 0)] * (x.ndim - 1)), sampled
-        )
-
-    sizes = [size for size in (FEW_SAMPLES,) if size < entries] + [entries]
-    nothing = jax.eval_shape(lambda: of_first(entries))
-    branches: list[Callable[[], Sampled]] = [
-        lambda: jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), nothing)
-    ]
-    branches += [partial(of_first, size) for size in sizes]
-    # 0 for no samples, then the first size that holds them.
-    branch = jnp.where(count > 0, 1 + jnp.sum(count > jnp.asarray(sizes)), 0)
-    return jax.lax.switch(branch, branches)
