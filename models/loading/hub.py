@@ -5,6 +5,7 @@ HF_ENDPOINT, HF_HUB_OFFLINE).
 """
 
 import errno
+import glob
 import re
 import threading
 from pathlib import Path
@@ -12,7 +13,6 @@ from pathlib import Path
 import huggingface_hub
 from huggingface_hub import constants
 from huggingface_hub.errors import (
-    EntryNotFoundError,
     GatedRepoError,
     HfHubHTTPError,
     HFValidationError,
@@ -54,18 +54,14 @@ def fetch_folder(
     Files that are in the hub client's cache (`download_dir`, if given) already are not fetched again.
     Raises ModelLoadError that says why and what to do.
     """
-    try:
-        folder = huggingface_hub.snapshot_download(
-            repository,
-            revision=revision,
-            cache_dir=download_dir,
-            allow_patterns=[*_TOKENIZER, *(_WEIGHTS if weights else ())],
-            ignore_patterns=list(_NOT_NEEDED),
-            local_files_only=local_files_only,
-        )
-    except Exception as error:
-        raise hub_error(repository, revision, error) from error
-    found = Path(folder)
+    found = _snapshot(
+        repository,
+        revision=revision,
+        cache_dir=download_dir,
+        allow_patterns=[*_TOKENIZER, *(_WEIGHTS if weights else ())],
+        ignore_patterns=list(_NOT_NEEDED),
+        local_files_only=local_files_only,
+    )
     if weights and not any(found.glob("*.safetensors")):
         raise ModelLoadError(
             f"{repository}: the repository has no safetensors files; other formats are not loaded "
@@ -78,14 +74,49 @@ def fetch_file(
     repository: str, filename: str, *, revision: str | None = None, download_dir: str | None = None
 ) -> Path:
     """One file of a repository."""
+    folder = _snapshot(
+        repository,
+        revision=revision,
+        cache_dir=download_dir,
+        allow_patterns=[glob.escape(filename)],
+        ignore_patterns=[],
+        local_files_only=False,
+    )
+    path = folder / filename
+    if ".." in path.parts or not path.is_file():
+        raise ModelLoadError(
+            f"{repository}: has no file {filename!r}; see {_url(repository)}/tree/main"
+        )
+    return path
+
+
+def _snapshot(
+    repository: str,
+    *,
+    revision: str | None,
+    cache_dir: str | None,
+    allow_patterns: list[str],
+    ignore_patterns: list[str],
+    local_files_only: bool,
+) -> Path:
+    """The hub client's folder for a repository, with the files that match."""
     try:
         return Path(
-            huggingface_hub.hf_hub_download(
-                repository, filename, revision=revision, cache_dir=download_dir
+            huggingface_hub.snapshot_download(
+                repository,
+                revision=revision,
+                cache_dir=cache_dir,
+                allow_patterns=allow_patterns,
+                ignore_patterns=ignore_patterns,
+                local_files_only=local_files_only,
             )
         )
     except Exception as error:
-        raise hub_error(f"{repository}:{filename}", revision, error) from error
+        raise hub_error(repository, revision, error) from error
+
+
+def _url(repository: str) -> str:
+    return f"{constants.ENDPOINT}/{repository}"
 
 
 def hub_answers(repository: str, *, seconds: float) -> str | None:
@@ -111,7 +142,7 @@ def hub_answers(repository: str, *, seconds: float) -> str | None:
 
 def hub_error(repository: str, revision: str | None, error: BaseException) -> ModelLoadError:
     """What a failure of the hub client means to the person who gave the name."""
-    url = f"{constants.ENDPOINT}/{repository.partition(':')[0]}"
+    url = _url(repository)
     chain: list[BaseException] = []
     step: BaseException | None = error
     while step is not None and step not in chain:
@@ -151,8 +182,6 @@ def hub_error(repository: str, revision: str | None, error: BaseException) -> Mo
             f"{repository}: the Hugging Face hub ({constants.ENDPOINT}) cannot be reached and the "
             "model is not in the local cache as a whole; check the network or proxy, or give a folder"
         )
-    if isinstance(error, EntryNotFoundError):
-        return ModelLoadError(f"{repository}: has no such file at {url}")
     if isinstance(error, HfHubHTTPError):
         return ModelLoadError(f"{repository}: the Hugging Face hub refused: {error}")
     return ModelLoadError(

@@ -42,7 +42,6 @@ def caused(error: Exception, cause: BaseException) -> Exception:
 def online(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(huggingface_hub, "snapshot_download", raising(AssertionError("asked")))
-    monkeypatch.setattr(huggingface_hub, "hf_hub_download", raising(AssertionError("asked")))
 
 
 def test_asks_for_what_is_needed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -90,15 +89,19 @@ def test_asks_for_what_is_needed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 def test_a_gguf_file_on_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[object] = []
 
-    def download(repository: str, filename: str, **options: Any) -> str:
-        asked.extend([repository, filename, options["revision"]])
-        (tmp_path / filename).write_bytes(b"not one")
-        return str(tmp_path / filename)
+    def download(repository: str, **options: Any) -> str:
+        asked.extend([repository, options["allow_patterns"], options["revision"]])
+        return str(tmp_path)
 
-    monkeypatch.setattr(huggingface_hub, "hf_hub_download", download)
-    with pytest.raises(ModelLoadError, match=r"model-q4\.gguf.*not a GGUF file"):
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    with pytest.raises(ModelLoadError, match=r"org/name: has no file 'model-q4\.gguf'"):
         open_checkpoint("org/name:model-q4.gguf", revision="main")
-    assert asked == ["org/name", "model-q4.gguf", "main"]
+    assert asked == ["org/name", ["model-q4.gguf"], "main"]
+    (tmp_path / "model-q4.gguf").write_bytes(b"not one")
+    with pytest.raises(ModelLoadError, match=r"model-q4\.gguf.*not a GGUF file"):
+        open_checkpoint("org/name:model-q4.gguf")
+    with pytest.raises(ModelLoadError, match="has no file"):
+        open_checkpoint(f"org/name:../{tmp_path.name}/model-q4.gguf")
 
 
 def test_a_repository_without_safetensors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -150,13 +153,6 @@ def test_refusals_say_what_to_do(refusal: str, monkeypatch: pytest.MonkeyPatch) 
     assert str(caught.value).startswith("org/name: ")
     for words in said:
         assert words in str(caught.value)
-
-
-def test_a_file_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    error = http_error(errors.RemoteEntryNotFoundError)
-    monkeypatch.setattr(huggingface_hub, "hf_hub_download", raising(error))
-    with pytest.raises(ModelLoadError, match=r"org/name:x\.gguf: has no such file"):
-        open_checkpoint("org/name:x.gguf")
 
 
 def test_offline_asks_the_cache_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
