@@ -9,10 +9,11 @@ import ml_dtypes
 import numpy as np
 import pytest
 import safetensors.numpy
-from tokenizers import Tokenizer, models, pre_tokenizers
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
 from jpaged.errors import ModelLoadError
 from jpaged.models.loading import open_checkpoint
+from tests.models.loading.test_gguf_tokenizer import TEXTS, original
 
 TENSORS = {
     "model.a": np.arange(6, dtype=np.float32).reshape(2, 3),
@@ -132,6 +133,34 @@ def test_tokenizer_with_template(tmp_path: Path) -> None:
     (tmp_path / "chat_template.jinja").write_text("in a file")
     again = open_checkpoint(str(tmp_path)).load_tokenizer()
     assert again is not None and again.chat_template == "in a file"
+
+
+@pytest.mark.parametrize("named", ["GPT2Tokenizer", "Qwen2Tokenizer", "LlamaTokenizer", None])
+def test_tokenizer_json_decides_whatever_class_is_named(named: str | None, tmp_path: Path) -> None:
+    single(tmp_path)
+    trained = original("smollm")
+    trained.save(str(tmp_path / "tokenizer.json"))
+    write_json(tmp_path / "tokenizer_config.json", {"tokenizer_class": named} if named else {})
+    tokenizer = open_checkpoint(str(tmp_path)).load_tokenizer()
+    assert tokenizer is not None
+    for text in TEXTS:
+        assert tokenizer(text)["input_ids"] == trained.encode(text).ids, text
+
+
+@pytest.mark.parametrize("adds", [True, False])
+def test_tokenizer_json_decides_on_bos(adds: bool, tmp_path: Path) -> None:
+    single(tmp_path)
+    write_tokenizer(tmp_path, bos_token="<end>", add_bos_token=not adds)
+    if adds:
+        inner = Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+        inner.post_processor = processors.TemplateProcessing(
+            single="<end> $A", special_tokens=[("<end>", 3)]
+        )
+        inner.save(str(tmp_path / "tokenizer.json"))
+    tokenizer = open_checkpoint(str(tmp_path)).load_tokenizer()
+    assert tokenizer is not None
+    assert tokenizer("hello")["input_ids"] == ([3, 1] if adds else [1])
+    assert tokenizer("hello", add_special_tokens=False)["input_ids"] == [1]
 
 
 def test_tokenizer_from_elsewhere(tmp_path: Path) -> None:
