@@ -72,7 +72,8 @@ class SequenceSampling:
             "seed_low": seed % 2**32,
             "seed_high": seed >> 32,
             "sample": self.sample,
-            "top_logprobs": -1 if params.logprobs is None else params.logprobs,
+            # One more than asked for, so that words of 0 ask for nothing.
+            "top_logprobs": 0 if params.logprobs is None else params.logprobs + 1,
         }
         return np.concatenate(
             [np.array([values[name]], dtype).view(np.int32) for name, dtype in _DTYPES.items()]
@@ -80,16 +81,15 @@ class SequenceSampling:
 
 
 def empty_row_params(rows: int) -> RowParams:
-    """Rows that ask for nothing: greedy, no filter."""
-    zeros = {name: jnp.zeros(rows, dtype) for name, dtype in _DTYPES.items()}
-    return RowParams(**zeros | {"top_p": jnp.ones(rows), "top_logprobs": jnp.full(rows, -1)})
+    """Rows that ask for nothing: greedy, no filter, no log-probabilities."""
+    return row_params_from_words(jnp.zeros((rows, NUM_WORDS), jnp.int32))
 
 
 def row_params_from_words(words: Int32[Array, "rows words"]) -> RowParams:
-    """Inverse of `SequenceSampling.words`, on device."""
+    """Inverse of `SequenceSampling.words`, on device. Words of 0 ask for nothing."""
     columns = {}
     for i, (name, dtype) in enumerate(_DTYPES.items()):
         column = words[:, i]
         same = jnp.dtype(dtype) == column.dtype
         columns[name] = column if same else jax.lax.bitcast_convert_type(column, dtype)
-    return RowParams(**columns)
+    return RowParams(**columns | {"top_logprobs": columns["top_logprobs"] - 1})

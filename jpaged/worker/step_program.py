@@ -15,7 +15,7 @@ from jaxtyping import Array, Float, Int, Int32
 
 from jpaged.models.weights import RunLayout
 from jpaged.pallas_kernels import AttentionMetadata, KVGroup
-from jpaged.sampling.row_params import RowParams, empty_row_params, row_params_from_words
+from jpaged.sampling.row_params import NUM_WORDS, row_params_from_words
 from jpaged.sampling.sampler import Sampled, sample
 from jpaged.worker.step_input import LAST_TOKEN, StepInput, StepShape, unpack
 
@@ -24,7 +24,7 @@ KV = tuple[KVGroup, ...]
 
 @partial(
     jax.tree_util.register_dataclass,
-    data_fields=["last_token", "length", "params"],
+    data_fields=["last_token", "length", "sampling"],
     meta_fields=[],
 )
 @dataclasses.dataclass(frozen=True)
@@ -34,12 +34,12 @@ class Rows:
     Attributes:
         last_token: the token sampled last.
         length: tokens whose K and V are in pages.
-        params: sampling parameters.
+        sampling: sampling parameters, as the words that `row_params` reads.
     """
 
     last_token: Int32[Array, " rows"]
     length: Int32[Array, " rows"]
-    params: RowParams
+    sampling: Int32[Array, "rows words"]
 
 
 def empty_rows(rows: int) -> Rows:
@@ -47,7 +47,7 @@ def empty_rows(rows: int) -> Rows:
     return Rows(
         last_token=jnp.zeros(rows + 1, jnp.int32),
         length=jnp.zeros(rows + 1, jnp.int32),
-        params=empty_row_params(rows + 1),
+        sampling=jnp.zeros((rows + 1, NUM_WORDS), jnp.int32),
     )
 
 
@@ -100,9 +100,9 @@ def make_sample(
     ) -> tuple[Rows, Sampled]:
         model = layout.merge(params)
         logits = model.logits(hidden[: row_ids.shape[0]], platform=platform)
-        row_params = jax.tree.map(lambda x: x[row_ids], rows.params)
+        params_of_rows = row_params_from_words(rows.sampling[row_ids])
         # The new token will stand behind all that is computed.
-        sampled = sample(logits, row_params, rows.length[row_ids])
+        sampled = sample(logits, params_of_rows, rows.length[row_ids])
         last_token = rows.last_token.at[row_ids].set(sampled.tokens)
         return dataclasses.replace(rows, last_token=last_token), sampled
 
@@ -111,15 +111,13 @@ def make_sample(
 
 def _reset_rows(rows: Rows, given: StepInput[jax.Array]) -> Rows:
     """Rows that begin a new sequence take its parameters and length 0."""
-    fresh = row_params_from_words(given.sampling)
-    # Rows that stay, and unused entries, write to the dummy row.
-    dummy = rows.length.shape[0] - 1
-    target = jnp.where(given.reset == 1, given.row_ids, dummy)
-    params = jax.tree.map(lambda old, new: old.at[target].set(new), rows.params, fresh)
-    # The dummy row must ask for nothing, or it would switch the filters on for everyone.
-    nothing = empty_row_params(1)
-    params = jax.tree.map(lambda x, none: x.at[dummy].set(none[0]), params, nothing)
-    return dataclasses.replace(rows, params=params, length=rows.length.at[target].set(0))
+    # Rows that stay, and unused entries, write to the dummy row: zeros, which ask for nothing.
+    target = jnp.where(given.reset == 1, given.row_ids, rows.length.shape[0] - 1)
+    return dataclasses.replace(
+        rows,
+        sampling=rows.sampling.at[target].set(given.sampling),
+        length=rows.length.at[target].set(0),
+    )
 
 
 def _place(
