@@ -2,9 +2,10 @@
 
     python scripts/make_goldens.py --smollm2 SmolLM2-135M-Instruct.Q4_1.gguf --gemma3 gemma-3-270m-q4_k_m.gguf
 
-Needs `torch transformers gguf accelerate`, which jpaged does not. Greedy tokens in float32, end of sequence
-ignored; a prompt is left out if any of its steps has its two best tokens closer than MIN_GAP, so that rounding
-decides nothing. Of one text also the logits: those of some fixed ids, and the log-probability of each next token.
+Needs `torch transformers gguf accelerate`, which jpaged does not. Greedy tokens in float32, end of
+sequence ignored; a prompt is left out if any of its steps has its two best tokens closer than
+MIN_GAP, so that rounding decides nothing. Of one text also the logits: those of some fixed ids, and
+the log-probability of each next token.
 """
 
 import argparse
@@ -115,7 +116,9 @@ def make(name: str, path: pathlib.Path, prompts: list[dict[str, Any]]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     for name in NUM_PROMPTS:
-        parser.add_argument(f"--{name}", type=pathlib.Path, help="its GGUF file; left out: not made")
+        parser.add_argument(
+            f"--{name}", type=pathlib.Path, help="its GGUF file; left out: not made"
+        )
     parser.add_argument("--threads", type=int, default=None, help="threads of torch")
     args = parser.parse_args()
     if args.threads:
