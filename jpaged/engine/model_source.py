@@ -3,6 +3,7 @@
 import dataclasses
 import logging
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -12,6 +13,7 @@ from jpaged.engine.engine_args import EngineArgs
 from jpaged.errors import ConfigError
 from jpaged.models.config import ModelConfig
 from jpaged.models.loading import open_checkpoint
+from jpaged.models.loading.tokenizer import load_tokenizer
 from jpaged.models.weights import flatten_public
 from jpaged.worker.worker import WeightSource, WorkerArgs
 
@@ -34,7 +36,7 @@ class ModelSource:
     def worker_args(self, args: EngineArgs) -> WorkerArgs:
         """What the worker is told of the engine's arguments."""
         return WorkerArgs(
-            dtype=self.checkpoint_dtype if self._keeps_dtype(args) else args.dtype,
+            dtype=self._dtype(args),
             checkpoint_dtype=self.checkpoint_dtype,
             max_model_len=args.max_model_len,
             max_num_seqs=args.max_num_seqs,
@@ -49,9 +51,11 @@ class ModelSource:
             progress=args.use_tqdm,
         )
 
-    def _keeps_dtype(self, args: EngineArgs) -> bool:
+    def _dtype(self, args: EngineArgs) -> str:
         """Live weights are served in their own dtype unless another is asked for."""
-        return args.params is not None and args.dtype == "auto"
+        if args.params is not None and args.dtype == "auto" and self.checkpoint_dtype is not None:
+            return self.checkpoint_dtype
+        return args.dtype
 
 
 class LiveWeights:
@@ -125,9 +129,7 @@ def _live(args: EngineArgs) -> ModelSource:
         )
     tokenizer = args.tokenizer
     if isinstance(tokenizer, str):
-        import transformers  # slow, and needed for this alone
-
-        tokenizer = transformers.AutoTokenizer.from_pretrained(tokenizer)
+        tokenizer = load_tokenizer(Path(tokenizer))
     return ModelSource(
         name=args.model or config.model_type,
         source="params of this program",

@@ -34,7 +34,7 @@ def compilation_cache_at(path: Path | None) -> Iterator[None]:
 
     A program that has set a cache of its own keeps it.
     """
-    if path is None or jax.config.jax_compilation_cache_dir:
+    if path is None or _setting("jax_compilation_cache_dir"):
         yield
         return
     with _LOCK:
@@ -43,7 +43,7 @@ def compilation_cache_at(path: Path | None) -> Iterator[None]:
             "jax_persistent_cache_min_compile_time_secs": 0.0,
             "jax_persistent_cache_min_entry_size_bytes": 0,
         }
-        before = {name: getattr(jax.config, name) for name in settings}
+        before = {name: _setting(name) for name in settings}
         compilation_cache.reset_cache()
         for name, value in settings.items():
             jax.config.update(name, value)
@@ -55,13 +55,17 @@ def compilation_cache_at(path: Path | None) -> Iterator[None]:
             compilation_cache.reset_cache()
 
 
+def _setting(name: str) -> object:
+    return getattr(jax.config, name)
+
+
 class CompilationCounter:
     """Counts backend compilations of the whole process, while it is open."""
 
     def __init__(self) -> None:
         self.count = 0
 
-    def _listen(self, event: str, duration: float, **_: str | int) -> None:
+    def _listen(self, event: str, duration_secs: float, **kwargs: str | int) -> None:
         if event == _COMPILE_EVENT:
             self.count += 1
 

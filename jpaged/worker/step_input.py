@@ -173,11 +173,13 @@ def token_buckets(max_num_batched_tokens: int, max_num_seqs: int) -> tuple[int, 
 
 
 def sample_buckets(max_num_seqs: int) -> tuple[int, ...]:
-    """Sizes in which tokens are sampled: the vocabulary is a large product, and most prefill steps end
-    few prompts."""
-    return tuple(
-        sorted({min(size, max_num_seqs) for size in (1, 8, max_num_seqs // 2, max_num_seqs)} - {0})
-    )
+    """Sizes in which tokens are sampled, ascending.
+
+    The vocabulary is a large product, and most prefill steps end few prompts.
+    """
+    smaller = {1, 8, max_num_seqs // 2}
+    sizes = {size for size in smaller if size == 1 or 8 <= size < max_num_seqs}
+    return tuple(sorted(sizes | {max_num_seqs}))
 
 
 def bucket_for(count: int, buckets: Sequence[int]) -> int:

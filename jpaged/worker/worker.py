@@ -39,7 +39,7 @@ class WeightSource(Protocol):
         """Shape and dtype of each tensor, known without reading it."""
         ...
 
-    def tensors(self, *, progress: bool) -> Iterable[tuple[str, np.ndarray]]:
+    def tensors(self, *, progress: bool) -> Iterable[tuple[str, np.ndarray | jax.Array]]:
         """The tensors, one at a time."""
         ...
 
