@@ -15,6 +15,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float, Int
 
 _BITS = {1: jnp.uint8, 2: jnp.uint16}
@@ -117,7 +118,7 @@ def to_group_dtype(
     if group.scales is not None:
         values = values.astype(jnp.float32) / group.scales[layer][:, None]
     if jnp.issubdtype(dtype, jnp.integer):
-        info = jnp.iinfo(dtype)
+        info = np.iinfo(dtype)
         values = jnp.clip(jnp.round(values.astype(jnp.float32)), info.min, info.max)
     return values.astype(dtype)
 

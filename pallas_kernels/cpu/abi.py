@@ -5,8 +5,11 @@ The header that ships with jaxlib says whether they hold.
 """
 
 import functools
+import importlib.util
 import logging
+import os
 import re
+import sys
 from pathlib import Path
 
 import jax
@@ -117,18 +120,26 @@ def _offsets(struct: str, structs: dict[str, str]) -> tuple[dict[str, int], int,
     return offsets, -(-end // alignment) * alignment, alignment
 
 
-@functools.cache
-def usable() -> bool:
-    """Whether handlers written for these offsets can run here; says why not once, in the log."""
+def _obstacles() -> list[str]:
+    """Why numba kernels cannot run in this process; empty if they can."""
+    if os.name != "posix" or sys.maxsize < 2**32 or sys.byteorder != "little":
+        return ["they need a 64-bit little-endian POSIX system"]
+    if importlib.util.find_spec("numba") is None:
+        return ["numba is not installed"]
     path = Path(jax.ffi.include_dir()) / "xla" / "ffi" / "api" / "c_api.h"
     try:
-        found = differences(path.read_text())
+        return differences(path.read_text())
     except OSError as error:
-        found = [f"its header cannot be read ({error})"]
+        return [f"the header of XLA's FFI cannot be read ({error})"]
+
+
+@functools.cache
+def usable() -> bool:
+    """Whether numba kernels can run in this process; says why not once, in the log."""
+    found = _obstacles()
     if found:
         _log.warning(
-            "CPU kernels are off, XLA's own operations run instead: the FFI of jax %s is not the one "
-            "they were written for: %s",
+            "CPU kernels are off, XLA's own operations run instead (jax %s): %s",
             jax.__version__,
             "; ".join(found),
         )

@@ -10,6 +10,8 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
+_Generator = Callable[..., Any]
+
 _F32, _I32, _I64 = ir.FloatType(), ir.IntType(32), ir.IntType(64)
 
 
@@ -17,18 +19,29 @@ def _pointer(builder: Any, address: Any, to: Any) -> Any:
     return builder.inttoptr(address, to.as_pointer())
 
 
-def _loader(numba_type: Any, llvm_type: Any) -> Callable[..., Any]:
+def gives_int(function: _Generator) -> Callable[..., int]:
+    """An intrinsic with an int64 result; its arguments may be literal."""
+    made: Callable[..., int] = intrinsic(prefer_literal=True)(function)
+    return made
+
+
+def gives_nothing(function: _Generator) -> Callable[..., None]:
+    """An intrinsic without a result; its arguments may be literal."""
+    made: Callable[..., None] = intrinsic(prefer_literal=True)(function)
+    return made
+
+
+def _loader(numba_type: Any, llvm_type: Any) -> Any:
     def load(typingctx: Any, address: Any) -> Any:
         def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
             return builder.load(_pointer(builder, args[0], llvm_type))
 
         return numba_type(types.int64), generate
 
-    result: Callable[..., Any] = intrinsic(load)
-    return result
+    return intrinsic(load)
 
 
-def _storer(numba_type: Any, llvm_type: Any) -> Callable[..., Any]:
+def _storer(numba_type: Any, llvm_type: Any) -> Callable[[int, Any], None]:
     def store(typingctx: Any, address: Any, value: Any) -> Any:
         def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
             builder.store(args[1], _pointer(builder, args[0], llvm_type))
@@ -36,19 +49,19 @@ def _storer(numba_type: Any, llvm_type: Any) -> Callable[..., Any]:
 
         return types.void(types.int64, numba_type), generate
 
-    result: Callable[..., Any] = intrinsic(store)
-    return result
+    made: Callable[[int, Any], None] = intrinsic(store)
+    return made
 
 
-load_f32 = _loader(types.float32, _F32)
-load_i32 = _loader(types.int32, _I32)
-load_i64 = _loader(types.int64, _I64)
+load_f32: Callable[[int], float] = _loader(types.float32, _F32)
+load_i32: Callable[[int], int] = _loader(types.int32, _I32)
+load_i64: Callable[[int], int] = _loader(types.int64, _I64)
 store_f32 = _storer(types.float32, _F32)
 store_i32 = _storer(types.int32, _I32)
 store_i64 = _storer(types.int64, _I64)
 
 
-@intrinsic(prefer_literal=True)  # type: ignore[untyped-decorator]
+@gives_int
 def fetch_add(typingctx: Any, address: Any, value: Any) -> Any:
     """Adds to the word at `address` and returns what it held, ordered with all other memory."""
 
@@ -58,7 +71,7 @@ def fetch_add(typingctx: Any, address: Any, value: Any) -> Any:
     return types.int64(types.int64, types.int64), generate
 
 
-@intrinsic(prefer_literal=True)  # type: ignore[untyped-decorator]
+@gives_int
 def load_shared(typingctx: Any, address: Any) -> Any:
     """The word at `address` as other threads last wrote it."""
 
@@ -68,7 +81,7 @@ def load_shared(typingctx: Any, address: Any) -> Any:
     return types.int64(types.int64), generate
 
 
-@intrinsic(prefer_literal=True)  # type: ignore[untyped-decorator]
+@gives_int
 def call_address(typingctx: Any, function: Any, argument: Any) -> Any:
     """Calls the C function `int64 f(int64)` at an address."""
 
@@ -79,7 +92,7 @@ def call_address(typingctx: Any, function: Any, argument: Any) -> Any:
     return types.int64(types.int64, types.int64), generate
 
 
-@intrinsic(prefer_literal=True)  # type: ignore[untyped-decorator]
+@gives_int
 def symbol_address(typingctx: Any, name: Any) -> Any:
     """The address of a symbol that is known to the process when this code is linked."""
     symbol = name.literal_value
@@ -92,7 +105,7 @@ def symbol_address(typingctx: Any, name: Any) -> Any:
     return types.int64(name), generate
 
 
-@intrinsic(prefer_literal=True)  # type: ignore[untyped-decorator]
+@gives_int
 def text_address(typingctx: Any, text: Any) -> Any:
     """The address of a literal as a C string."""
     data = bytearray(text.literal_value.encode() + b"\0")
@@ -106,7 +119,7 @@ def text_address(typingctx: Any, text: Any) -> Any:
     return types.int64(text), generate
 
 
-@intrinsic(prefer_literal=True)  # type: ignore[untyped-decorator]
+@gives_nothing
 def copy_bytes(typingctx: Any, to: Any, source: Any, count: Any) -> Any:
     """memcpy."""
 
@@ -120,7 +133,7 @@ def copy_bytes(typingctx: Any, to: Any, source: Any, count: Any) -> Any:
     return types.void(types.int64, types.int64, types.int64), generate
 
 
-@intrinsic(prefer_literal=True)  # type: ignore[untyped-decorator]
+@gives_nothing
 def zero_bytes(typingctx: Any, to: Any, count: Any) -> Any:
     """memset to 0."""
 

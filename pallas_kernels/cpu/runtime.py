@@ -12,12 +12,14 @@ import hashlib
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import llvmlite.binding as llvm
 import numba
+from llvmlite import ir
 from numba import types
+from numba.extending import intrinsic
 
 from .abi import API_MAJOR, API_MINOR, EXTENSION_METADATA, FIELDS, STAGE_EXECUTE
 from .memory import (
@@ -59,37 +61,49 @@ _SCHEDULE, _NUM_THREADS = (
     _API["XLA_FFI_ThreadPool_NumThreads"],
 )
 
-allocate = types.ExternalFunction("malloc", types.int64(types.int64))
-release_memory = types.ExternalFunction("free", types.void(types.int64))
-_yield_processor = types.ExternalFunction("sched_yield", types.int32())
+allocate: Callable[[int], int] = types.ExternalFunction("malloc", types.int64(types.int64))
+release_memory: Callable[[int], None] = types.ExternalFunction("free", types.void(types.int64))
+_yield_processor: Callable[[], int] = types.ExternalFunction("sched_yield", types.int32())
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
 
 _SIGNATURE = types.int64(types.int64)
-compiled: Callable[..., Any] = numba.njit(error_model="numpy", nogil=True)
-inlined: Callable[..., Any] = numba.njit(error_model="numpy", nogil=True, inline="always")
 
 
-@compiled
-def argument(frame: int, index: int) -> int:
-    """The address of an argument's buffer struct."""
-    return load_i64(load_i64(frame + _ARGUMENTS) + 8 * index)
+def compiled(function: _Function) -> _Function:
+    """A function that kernels call, compiled anew for each set of types and literals."""
+    made: _Function = numba.njit(error_model="numpy", nogil=True)(function)
+    return made
 
 
-@compiled
-def result(frame: int, index: int) -> int:
-    """The address of a result's buffer struct."""
-    return load_i64(load_i64(frame + _RESULTS) + 8 * index)
+def _reader(offset: int) -> Callable[[int, int], int]:
+    """Reads word `index` of what the pointer at `offset` points to."""
+
+    def read(typingctx: Any, address: Any, index: Any) -> Any:
+        def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            word = ir.IntType(64)
+            place = builder.add(args[0], ir.Constant(word, offset))
+            words = builder.load(builder.inttoptr(place, word.as_pointer()))
+            place = builder.add(words, builder.mul(args[1], ir.Constant(word, 8)))
+            return builder.load(builder.inttoptr(place, word.as_pointer()))
+
+        return types.int64(types.int64, types.int64), generate
+
+    made: Callable[[int, int], int] = intrinsic(read)
+    return made
+
+
+# Of a frame and an index: the address of an argument's or a result's buffer struct. Of a buffer and an
+# axis: its length.
+argument = _reader(_ARGUMENTS)
+result = _reader(_RESULTS)
+dimension = _reader(_DIMS)
 
 
 @compiled
 def data(buffer: int) -> int:
     """The address of a buffer's first byte."""
     return load_i64(buffer + _DATA)
-
-
-@compiled
-def dimension(buffer: int, axis: int) -> int:
-    """The length of a buffer's axis."""
-    return load_i64(load_i64(buffer + _DIMS) + 8 * axis)
 
 
 @compiled

@@ -10,7 +10,8 @@ from typing import Any
 import llvmlite.binding as llvm
 from llvmlite import ir
 from numba import types
-from numba.extending import intrinsic
+
+from .memory import gives_nothing
 
 F32, BF16, F16 = 0, 1, 2
 KINDS = {"float32": F32, "bfloat16": BF16, "float16": F16}
@@ -145,7 +146,7 @@ def _exp(builder: Any, x: Any, width: int) -> Any:
     return builder.select(live, builder.fmul(y, power), _splat(0.0, width))
 
 
-@intrinsic(prefer_literal=True)  # type: ignore[untyped-decorator]
+@gives_nothing
 def dots(
     typingctx: Any,
     out: Any,
@@ -190,7 +191,7 @@ def dots(
     return types.void(*[types.int64] * 8, a_rows, b_rows, b_kind, width), generate
 
 
-@intrinsic(prefer_literal=True)  # type: ignore[untyped-decorator]
+@gives_nothing
 def accumulate(
     typingctx: Any,
     out: Any,
@@ -242,7 +243,7 @@ def accumulate(
     return types.void(*[types.int64] * 8, rows, vectors, b_kind, width), generate
 
 
-@intrinsic(prefer_literal=True)  # type: ignore[untyped-decorator]
+@gives_nothing
 def widen(typingctx: Any, out: Any, source: Any, count: Any, kind: Any, width: Any) -> Any:
     """Copies `count` numbers of `kind`, a multiple of the width, as float32."""
     k, w = kind.literal_value, width.literal_value
@@ -260,7 +261,7 @@ def widen(typingctx: Any, out: Any, source: Any, count: Any, kind: Any, width: A
     return types.void(*[types.int64] * 3, kind, width), generate
 
 
-@intrinsic(prefer_literal=True)  # type: ignore[untyped-decorator]
+@gives_nothing
 def scale_rows(typingctx: Any, x: Any, count: Any, factor: Any, width: Any) -> Any:
     """x[i] *= factor for `count` numbers, a multiple of the width."""
     w = width.literal_value
@@ -277,7 +278,7 @@ def scale_rows(typingctx: Any, x: Any, count: Any, factor: Any, width: Any) -> A
     return types.void(types.int64, types.int64, types.float32, width), generate
 
 
-@intrinsic(prefer_literal=True)  # type: ignore[untyped-decorator]
+@gives_nothing
 def cap_scores(typingctx: Any, x: Any, count: Any, cap: Any, width: Any) -> Any:
     """x[i] = cap * tanh(x[i] / cap) for `count` numbers, a multiple of the width."""
     w = width.literal_value
@@ -298,7 +299,7 @@ def cap_scores(typingctx: Any, x: Any, count: Any, cap: Any, width: Any) -> Any:
     return types.void(types.int64, types.int64, types.float32, width), generate
 
 
-@intrinsic(prefer_literal=True)  # type: ignore[untyped-decorator]
+@gives_nothing
 def soften(
     typingctx: Any,
     scores: Any,

@@ -5,12 +5,15 @@ import math
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from ..dispatch import check_implementation, resolve_platform
+from ..dispatch import choose, resolve_platform
 from ..kv import KVGroup, interleave_kv, scatter_slots
 from . import reference, xla
 from .metadata import AttentionMetadata
 
 IMPLEMENTATIONS = ("reference", "xla", "numba")
+
+_NUMBA_DTYPES = ("float32", "bfloat16", "float16")
+_NUMBA_HEAD_DIM = 16
 
 _TILES_AT_ONCE = {"cpu": 1, "gpu": 128, "tpu": 128}
 
@@ -33,14 +36,12 @@ def write_kv(
         k, v: one vector per token and kv head.
         slots: page * page_size + offset per token; tokens of one real slot must not repeat, padding
             tokens share slot 0.
-        implementation: "reference" | "xla"; None picks by platform.
+        implementation: "reference" | "xla" | "numba"; None picks by platform.
         platform: "cpu" | "gpu" | "tpu", where the program will run; None is the default backend.
 
     Raises:
         ValueError: an argument's shape or name is not allowed; the message names it.
     """
-    resolve_platform(platform)
-    check_implementation(implementation or "xla", IMPLEMENTATIONS)
     expected = (slots.shape[0], kv.kv_heads, kv.head_dim)
     for name, x in (("k", k), ("v", v)):
         if x.shape != expected:
@@ -48,7 +49,17 @@ def write_kv(
                 f"{name} has shape {x.shape}; slots and pages ask for [tokens, kv_heads, head_dim] = "
                 f"{expected}"
             )
-    return scatter_slots(kv, jnp.asarray(layer, jnp.int32), interleave_kv(k, v), slots)
+    if slots.dtype != jnp.int32:
+        raise ValueError(f"slots has dtype {slots.dtype}; allowed: int32")
+    implementation = choose(
+        implementation, resolve_platform(platform), IMPLEMENTATIONS, numba_obstacle=lambda: None
+    )
+    layer, values = jnp.asarray(layer, jnp.int32), interleave_kv(k, v)
+    if implementation == "numba":
+        from . import numba_write
+
+        return numba_write.write(kv, layer, values, slots)
+    return scatter_slots(kv, layer, values, slots)
 
 
 def paged_attention(
@@ -81,16 +92,17 @@ def paged_attention(
         window: positions a token sees, itself included; None sees all.
         soft_cap: bound of the scores; None has none.
         sinks: one logit per query head; None has none.
-        implementation: "reference" | "xla"; None picks by platform.
+        implementation: "reference" | "xla" | "numba"; None picks by platform.
         platform: "cpu" | "gpu" | "tpu", where the program will run; None is the default backend.
 
     Raises:
         ValueError: an argument's shape, value or name is not allowed; the message names it.
     """
     platform = resolve_platform(platform)
-    implementation = implementation or "xla"
-    check_implementation(implementation, IMPLEMENTATIONS)
     _check(q, kv, metadata, scale=scale, window=window, soft_cap=soft_cap, sinks=sinks)
+    implementation = choose(
+        implementation, platform, IMPLEMENTATIONS, numba_obstacle=lambda: _numba_obstacle(kv)
+    )
     layer = jnp.asarray(layer, jnp.int32)
     if implementation == "numba":
         from . import numba_cpu
@@ -113,6 +125,15 @@ def paged_attention(
         sinks=sinks,
         tiles_at_once=_TILES_AT_ONCE[platform],
     )
+
+
+def _numba_obstacle(kv: KVGroup) -> str | None:
+    """Why the numba kernel cannot read this pool; None if it can."""
+    if kv.dtype not in _NUMBA_DTYPES:
+        return f"pages hold {kv.dtype}, it reads {', '.join(_NUMBA_DTYPES)}"
+    if kv.head_dim % _NUMBA_HEAD_DIM:
+        return f"head_dim={kv.head_dim} is not a multiple of {_NUMBA_HEAD_DIM}"
+    return None
 
 
 def _check(

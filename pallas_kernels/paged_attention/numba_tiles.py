@@ -1,0 +1,335 @@
+"""The arithmetic of ragged paged attention on the CPU: one kv head of one tile of query vectors.
+
+A tile is one new token of a row (decode), or up to a hundred query vectors of a row (a chunk). It walks its
+row's live pages in blocks of keys with a streaming softmax. Decode multiplies queries with keys where they
+lie in the pages; a chunk widens each block of K and V once for all its query vectors. Scores are kept
+with one row per key and one column per query vector, so that the softmax needs no sum across a register.
+
+All numbers it needs lie in the state of a call; who fills it and who takes which tile is not known here.
+"""
+
+from ..cpu.memory import load_f32, load_i32, load_i64, store_f32, zero_bytes
+from ..cpu.runtime import OP, compiled
+from ..cpu.vector import F32, accumulate, cap_scores, dots, scale_rows, soften, widen
+
+KEYS_PER_BLOCK = 64  # keys whose scores are held at once
+_LOWEST, _MASKED = -1e30, -3e38  # exp(_MASKED - _LOWEST) is 0 also before any key was seen
+
+# Where the words of a call's state lie: addresses, then numbers.
+Q, PAGES, TABLE, LENS, STARTS, SCALES, SINKS, OUT, TILES = (OP + 8 * i for i in range(9))
+KV_HEADS, TABLE_WIDTH, PAGE_SIZE, WINDOW = (OP + 72 + 8 * i for i in range(4))
+SCALE, CAP = OP + 104, OP + 108
+STATE_SIZE = 112
+
+
+@compiled
+def _page(state: int, row: int, position: int, head: int, dim: int, size: int) -> int:
+    """The address of K of one head at a position of a row; V follows it."""
+    page_size = load_i64(state + PAGE_SIZE)
+    width, heads = load_i64(state + TABLE_WIDTH), load_i64(state + KV_HEADS)
+    entry = row * width + position // page_size
+    page = load_i32(load_i64(state + TABLE) + 4 * entry)
+    slot = page * page_size + position % page_size
+    return load_i64(state + PAGES) + (slot * heads + head) * 2 * dim * size
+
+
+@compiled
+def _start(top: int, total: int, state: int, head: int, group: int, columns: int) -> None:
+    """A softmax that has seen only the sinks; column c is a query vector of head c % group."""
+    sinks = load_i64(state + SINKS)
+    for c in range(columns):
+        sink = load_f32(sinks + 4 * (head * group + c % group))
+        store_f32(top + 4 * c, max(sink, _LOWEST))
+        store_f32(total + 4 * c, 1.0 if sink > _LOWEST else 0.0)
+
+
+@compiled
+def _finish(
+    state: int,
+    sums: int,
+    total: int,
+    token: int,
+    head: int,
+    columns: int,
+    group: int,
+    dim: int,
+) -> None:
+    """Divides the sums by the weights' total and writes them to the result."""
+    heads = load_i64(state + KV_HEADS)
+    v_scale = load_f32(load_i64(state + SCALES) + 4 * (2 * head + 1))
+    for c in range(columns):
+        weight = load_f32(total + 4 * c)
+        factor = v_scale / weight if weight > 0 else 0.0
+        place = (token + c // group) * heads * group + head * group + c % group
+        out = load_i64(state + OUT) + 4 * dim * place
+        for d in range(dim):
+            store_f32(out + 4 * d, load_f32(sums + 4 * (c * dim + d)) * factor)
+
+
+@compiled
+def attend_token(
+    state: int,
+    scratch: int,
+    row: int,
+    token: int,
+    head: int,
+    kind: int,
+    group: int,
+    dim: int,
+    width: int,
+    keys: int,
+    values: int,
+) -> None:
+    """Attention of one token at its row's last position, one kv head."""
+    size = 4 if kind == F32 else 2
+    heads, page_size = load_i64(state + KV_HEADS), load_i64(state + PAGE_SIZE)
+    stride = 2 * heads * dim * size
+    end = load_i32(load_i64(state + LENS) + 4 * row)
+    window, cap = load_i64(state + WINDOW), load_f32(state + CAP)
+    top, total, kept = scratch, scratch + 4 * width, scratch + 8 * width
+    scores = scratch + 12 * width
+    query = scores + 4 * width * KEYS_PER_BLOCK
+    sums = query + 4 * group * dim
+
+    factor = load_f32(state + SCALE) * load_f32(load_i64(state + SCALES) + 8 * head)
+    source = load_i64(state + Q) + 4 * dim * (token * heads + head) * group
+    for d in range(group * dim):
+        store_f32(query + 4 * d, load_f32(source + 4 * d) * factor)
+    zero_bytes(top, 4 * width * (3 + KEYS_PER_BLOCK))
+    zero_bytes(sums, 4 * group * dim)
+    _start(top, total, state, head, group, group)
+
+    position = max(0, end - window) if window > 0 else 0
+    while position < end:
+        count = min(KEYS_PER_BLOCK, end - position)
+        done = 0
+        while done < count:
+            run = min(page_size - (position + done) % page_size, count - done)
+            k = _page(state, row, position + done, head, dim, size)
+            place = scores + 4 * width * done
+            i = 0
+            while i + keys <= run:
+                dots(
+                    place + 4 * width * i,
+                    4,
+                    4 * width,
+                    query,
+                    4 * dim,
+                    k + stride * i,
+                    stride,
+                    dim,
+                    group,
+                    keys,
+                    kind,
+                    width,
+                )
+                i += keys
+            while i < run:
+                dots(
+                    place + 4 * width * i,
+                    4,
+                    4 * width,
+                    query,
+                    4 * dim,
+                    k + stride * i,
+                    stride,
+                    dim,
+                    group,
+                    1,
+                    kind,
+                    width,
+                )
+                i += 1
+            done += run
+        if cap > 0:
+            cap_scores(scores, count * width, cap, width)
+        soften(scores, 4 * width, count, top, total, kept, width)
+        for g in range(group):
+            factor = load_f32(kept + 4 * g)
+            if factor != 1.0:
+                scale_rows(sums + 4 * dim * g, dim, factor, width)
+        done = 0
+        while done < count:
+            run = min(page_size - (position + done) % page_size, count - done)
+            v = _page(state, row, position + done, head, dim, size) + dim * size
+            weights = scores + 4 * width * done
+            for d in range(0, dim, values * width):
+                accumulate(
+                    sums + 4 * d,
+                    4 * dim,
+                    weights,
+                    4,
+                    4 * width,
+                    v + size * d,
+                    stride,
+                    run,
+                    group,
+                    values,
+                    kind,
+                    width,
+                )
+            done += run
+        position += count
+    _finish(state, sums, total, token, head, group, group, dim)
+
+
+@compiled
+def attend_chunk(
+    state: int,
+    scratch: int,
+    row: int,
+    token: int,
+    tokens: int,
+    head: int,
+    kind: int,
+    group: int,
+    dim: int,
+    width: int,
+    keys: int,
+    columns: int,
+    queries: int,
+    values: int,
+    most: int,
+) -> None:
+    """Attention of `tokens` consecutive tokens of a row, one kv head.
+
+    `keys` x `columns` vectors and `queries` x `values` vectors are the register tiles of the two
+    products, `most` the most query vectors of a tile, padded to whole registers.
+    """
+    size = 4 if kind == F32 else 2
+    heads, page_size = load_i64(state + KV_HEADS), load_i64(state + PAGE_SIZE)
+    stride = 2 * heads * dim * size
+    window, cap = load_i64(state + WINDOW), load_f32(state + CAP)
+    used = tokens * group
+    padded = (used + width - 1) // width * width
+    top, total, kept = scratch, scratch + 4 * most, scratch + 8 * most
+    scores = scratch + 12 * most
+    query = scores + 4 * most * KEYS_PER_BLOCK
+    sums = query + 4 * most * dim
+    k_block = sums + 4 * most * dim
+    v_block = k_block + 4 * KEYS_PER_BLOCK * dim
+
+    factor = load_f32(state + SCALE) * load_f32(load_i64(state + SCALES) + 8 * head)
+    zero_bytes(top, 12 * most)
+    zero_bytes(query, 4 * padded * dim)
+    zero_bytes(sums, 4 * used * dim)
+    for c in range(used):
+        place = ((token + c // group) * heads + head) * group + c % group
+        source = load_i64(state + Q) + 4 * dim * place
+        for d in range(dim):
+            store_f32(query + 4 * (d * padded + c), load_f32(source + 4 * d) * factor)
+    _start(top, total, state, head, group, used)
+
+    last = load_i32(load_i64(state + STARTS) + 4 * row + 4)
+    first = load_i32(load_i64(state + LENS) + 4 * row) - last + token  # position of `token`
+    end = first + tokens
+    position = max(0, first - window + 1) if window > 0 else 0
+    while position < end:
+        count = min(KEYS_PER_BLOCK, end - position)
+        done = 0
+        while done < count:
+            run = min(page_size - (position + done) % page_size, count - done)
+            k = _page(state, row, position + done, head, dim, size)
+            for i in range(run):
+                widen(k_block + 4 * dim * (done + i), k + stride * i, dim, kind, width)
+                v = k + stride * i + dim * size
+                widen(v_block + 4 * dim * (done + i), v, dim, kind, width)
+            done += run
+
+        zero_bytes(scores, 4 * padded * KEYS_PER_BLOCK)
+        for t in range(0, count, keys):
+            place, k = scores + 4 * padded * t, k_block + 4 * dim * t
+            c = 0
+            while c + columns * width <= padded:
+                accumulate(
+                    place + 4 * c,
+                    4 * padded,
+                    k,
+                    4 * dim,
+                    4,
+                    query + 4 * c,
+                    4 * padded,
+                    dim,
+                    keys,
+                    columns,
+                    F32,
+                    width,
+                )
+                c += columns * width
+            while c < padded:
+                accumulate(
+                    place + 4 * c,
+                    4 * padded,
+                    k,
+                    4 * dim,
+                    4,
+                    query + 4 * c,
+                    4 * padded,
+                    dim,
+                    keys,
+                    1,
+                    F32,
+                    width,
+                )
+                c += width
+        if cap > 0:
+            cap_scores(scores, count * padded, cap, width)
+        # Columns run from the first token to the last: those before a key are a prefix, those whose
+        # window has left it behind a suffix.
+        for t in range(count):
+            place = scores + 4 * padded * t
+            for c in range(min(used, max(0, (position + t - first) * group))):
+                store_f32(place + 4 * c, _MASKED)
+            if window > 0:
+                for c in range(max(0, (position + t + window - first) * group), used):
+                    store_f32(place + 4 * c, _MASKED)
+        for c in range(0, padded, width):
+            soften(
+                scores + 4 * c,
+                4 * padded,
+                count,
+                top + 4 * c,
+                total + 4 * c,
+                kept + 4 * c,
+                width,
+            )
+        for c in range(used):
+            factor = load_f32(kept + 4 * c)
+            if factor != 1.0:
+                scale_rows(sums + 4 * dim * c, dim, factor, width)
+        for d in range(0, dim, values * width):
+            c = 0
+            while c + queries <= used:
+                accumulate(
+                    sums + 4 * (dim * c + d),
+                    4 * dim,
+                    scores + 4 * c,
+                    4,
+                    4 * padded,
+                    v_block + 4 * d,
+                    4 * dim,
+                    count,
+                    queries,
+                    values,
+                    F32,
+                    width,
+                )
+                c += queries
+            while c < used:
+                accumulate(
+                    sums + 4 * (dim * c + d),
+                    4 * dim,
+                    scores + 4 * c,
+                    4,
+                    4 * padded,
+                    v_block + 4 * d,
+                    4 * dim,
+                    count,
+                    1,
+                    values,
+                    F32,
+                    width,
+                )
+                c += 1
+        position += count
+    _finish(state, sums, total, token, head, used, group, dim)
