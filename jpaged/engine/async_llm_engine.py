@@ -13,8 +13,9 @@ from collections.abc import AsyncIterator, Callable, Generator, Mapping, Sequenc
 from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
 from jpaged.engine.engine_args import EngineArgs
-from jpaged.engine.engine_loop import EngineLoop, Mailbox, Outbox
+from jpaged.engine.engine_loop import EngineLoop
 from jpaged.engine.input_processor import EngineRequest, Prompt
+from jpaged.engine.mailbox import Mailbox, Outbox
 from jpaged.engine.outputs import RequestOutput
 from jpaged.engine.stats import EngineStats
 from jpaged.errors import EngineDeadError

@@ -1,4 +1,4 @@
-"""EngineLoop: the thread that steps an LLMEngine, and the mailboxes its outputs arrive in.
+"""EngineLoop: the thread that steps an LLMEngine.
 
 The thread owns the engine. Everybody else sends it commands through one queue and gets outputs through
 mailboxes that live on an asyncio event loop. Knows nothing of prompts, tokenising or HTTP.
@@ -6,20 +6,17 @@ mailboxes that live on an asyncio event loop. Knows nothing of prompts, tokenisi
 Nothing here takes a lock: the queue may be written to from a destructor, in any thread, at any moment.
 """
 
-import asyncio
 import concurrent.futures
-import dataclasses
 import logging
 import queue
 import threading
-from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from jpaged.engine.input_processor import EngineRequest
-from jpaged.engine.outputs import CompletionOutput, RequestOutput
+from jpaged.engine.mailbox import Mailbox, Outbox
+from jpaged.engine.outputs import RequestOutput
 from jpaged.errors import EngineDeadError, RequestError
-from jpaged.sampling.params import RequestOutputKind
 
 if TYPE_CHECKING:
     from jpaged.engine.llm_engine import LLMEngine
@@ -27,110 +24,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger("jpaged")
 
 CLOSED = "the engine was closed"
-
-
-class Outbox:
-    """Outputs on their way from the engine thread to one event loop.
-
-    However many requests a step moves, the loop is woken once; and not again before it has looked.
-    """
-
-    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        self._loop = loop
-        self._items: deque[tuple[Mailbox, RequestOutput | BaseException]] = deque()
-        self._wake_is_due = False
-
-    def add(self, mailbox: "Mailbox", item: RequestOutput | BaseException) -> None:
-        """Engine thread: takes an item; `flush` sends it."""
-        self._items.append((mailbox, item))
-
-    def flush(self) -> bool:
-        """Engine thread: wakes the event loop. False if it is closed and nobody will read."""
-        if self._wake_is_due:
-            return True
-        self._wake_is_due = True
-        try:
-            self._loop.call_soon_threadsafe(self._deliver)
-        except RuntimeError:  # the loop is closed
-            return False
-        return True
-
-    def _deliver(self) -> None:
-        # Cleared first: what is added from here on has a wake of its own.
-        self._wake_is_due = False
-        items = self._items
-        while items:
-            mailbox, item = items.popleft()
-            mailbox.put(item)
-
-
-class Mailbox:
-    """Where one request's outputs wait for their reader. Used on its event loop only.
-
-    Holds at most one output: what arrives before the reader has come is merged into it.
-    """
-
-    def __init__(self, request_id: str, outbox: Outbox, kind: RequestOutputKind) -> None:
-        self.request_id = request_id
-        self.outbox = outbox
-        self._kind = kind
-        self._output: RequestOutput | None = None
-        self._error: BaseException | None = None
-        self._waiter: asyncio.Future[None] | None = None
-        # Set when the reader is gone; from any thread.
-        self.closed = False
-
-    def put(self, item: RequestOutput | BaseException) -> None:
-        if isinstance(item, BaseException):
-            self._error = item
-        elif self._output is None:
-            self._output = item
-        else:
-            self._output = merge(self._output, item, self._kind)
-        self.wake()
-
-    def wake(self) -> None:
-        """Lets the reader look again."""
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
-
-    async def get(self) -> RequestOutput | None:
-        """The next output; None once the mailbox is closed. Raises what ended the request."""
-        while not self.closed:
-            if self._output is not None:
-                output, self._output = self._output, None
-                return output
-            if self._error is not None:
-                raise self._error
-            self._waiter = asyncio.get_running_loop().create_future()
-            try:
-                await self._waiter
-            finally:
-                self._waiter = None
-        return None
-
-
-def merge(old: RequestOutput, new: RequestOutput, kind: RequestOutputKind) -> RequestOutput:
-    """One output that says what `old` and then `new` said, sample by sample."""
-    by_index = {part.index: part for part in old.outputs}
-    for part in new.outputs:
-        before = by_index.get(part.index)
-        if before is not None and kind is RequestOutputKind.DELTA:
-            part = _joined(before, part)
-        by_index[part.index] = part
-    return dataclasses.replace(new, outputs=[by_index[index] for index in sorted(by_index)])
-
-
-def _joined(old: CompletionOutput, new: CompletionOutput) -> CompletionOutput:
-    logprobs = None
-    if old.logprobs is not None or new.logprobs is not None:
-        logprobs = [*(old.logprobs or ()), *(new.logprobs or ())]
-    return dataclasses.replace(
-        new,
-        text=old.text + new.text,
-        token_ids=[*old.token_ids, *new.token_ids],
-        logprobs=logprobs,
-    )
 
 
 class EngineLoop:

@@ -44,7 +44,7 @@ def launch(server_args: ServerArgs, engine_args: AsyncEngineArgs) -> int:
         platform = choose_platform(engine_args.device, look_at_machine(), os.environ)
         engine_args = dataclasses.replace(engine_args, device=platform)
         with bind(server_args.host, server_args.port) as listener:
-            _prepare_jax(engine_args)
+            _prepare_environment(engine_args)
             engine = AsyncLLMEngine.from_engine_args(engine_args)
             Server(engine, server_args, listener).run(sockets=[listener])
     except JpagedError as error:
@@ -163,8 +163,10 @@ def _greeting(engine: AsyncLLMEngine, url: str) -> str:
     )
 
 
-def _prepare_jax(args: AsyncEngineArgs) -> None:
-    """Sets what jax reads when it is imported, where the user has not set it."""
+def _prepare_environment(args: AsyncEngineArgs) -> None:
+    """Sets what libraries read when they are imported, where the user has not set it."""
+    # transformers advises to install PyTorch, which is of no use here.
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
     if args.device == "cpu":
         # Else jax takes a GPU's memory too, if there is one.
         os.environ.setdefault("JAX_PLATFORMS", "cpu")

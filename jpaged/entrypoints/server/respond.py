@@ -23,6 +23,7 @@ from jpaged.entrypoints.server.errors import (
 from jpaged.entrypoints.server.metrics import Metrics
 from jpaged.entrypoints.server.protocol import streamed
 from jpaged.entrypoints.server.writers import Writer, encode
+from jpaged.errors import RequestError
 from jpaged.sampling.params import SamplingParams
 
 # What nginx writes for it; nobody reads the answer.
@@ -94,6 +95,8 @@ async def respond(
         if watch.gone:
             return Response(status_code=CLIENT_GONE)
         raise
+    except RequestError as error:
+        raise RequestError(str(error), field=writer.param(error.field), code=error.code) from error
     except Exception as error:
         raise _told(error) from error
     finally:

@@ -45,6 +45,10 @@ class Writer(abc.ABC):
         """What ends the stream."""
         return DONE
 
+    def param(self, field: str | None) -> str | None:
+        """The name that the client knows for a field of the engine's request."""
+        return "prompt" if field == "prompt_token_ids" else field
+
     @abc.abstractmethod
     def body(self, outputs: Sequence[RequestOutput]) -> dict[str, object]:
         """The whole answer from the final output of each prompt."""
@@ -200,6 +204,9 @@ class ChatWriter(OpenAIWriter):
         self._num_top = num_top
         self._begun: set[int] = set()
 
+    def param(self, field: str | None) -> str | None:
+        return "messages" if field in ("prompt", "prompt_token_ids") else field
+
     def _choice(self, index: int, part: CompletionOutput) -> dict[str, object]:
         logprobs = None
         if part.logprobs is not None:
@@ -229,6 +236,10 @@ class GenerateWriter(Writer):
         super().__init__(request_id, n)
         self._prompt = prompt
         self._before = f'data: {{"request_id":{encode(request_id)},"outputs":['
+
+    def param(self, field: str | None) -> str | None:
+        known = super().param(field)
+        return known if known in (None, "prompt") else f"sampling_params.{known}"
 
     def body(self, outputs: Sequence[RequestOutput]) -> dict[str, object]:
         self._take_in(outputs)

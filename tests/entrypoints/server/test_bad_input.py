@@ -183,7 +183,7 @@ def test_completion_fields(served, field, value, code, contains):
 @pytest.mark.parametrize("ids", [[300], [-1], [2**40]])
 def test_prompt_ids_out_of_the_vocabulary(served, ids):
     response = served.http.post("/v1/completions", json={"prompt": ids})
-    check_error(response, param="prompt_token_ids", contains="299")
+    check_error(response, param="prompt", contains="299")
 
 
 def test_missing_fields(served):
@@ -243,7 +243,7 @@ def test_chat_fields(served, body, param):
 def test_a_conversation_that_is_too_long(served):
     body = {"messages": [{"role": "user", "content": "x" * 300}]}
     response = served.http.post("/v1/chat/completions", json=body)
-    check_error(response, param="prompt", code="context_length_exceeded", contains="256")
+    check_error(response, param="messages", code="context_length_exceeded", contains="256")
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -259,6 +259,7 @@ def test_a_conversation_that_is_too_long(served):
         ({"stop": 5}, "sampling_params.stop", "string"),
         ({"stop": {}}, "sampling_params.stop", "string"),
         ({"stop_token_ids": [1.5]}, "sampling_params.stop_token_ids", "integer"),
+        ({"stop_token_ids": [300]}, "sampling_params.stop_token_ids", "300"),
         ({"ignore_eos": None}, "sampling_params.ignore_eos", "bool"),
         ([], "sampling_params", "an object"),
         ("x", "sampling_params", "an object"),
