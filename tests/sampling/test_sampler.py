@@ -141,7 +141,7 @@ def test_draws_have_the_distribution_of_the_tempered_softmax(
 ) -> None:
     rng = np.random.default_rng(7)
     count = 20_000
-    logits = np.full(vocab, -30.0, np.float32)
+    logits = np.full(vocab, -100.0, np.float32)
     logits[:8] = rng.normal(0, 1, 8)
     logits = rng.permutation(logits)
     params = oracle.rows(*[SamplingParams(temperature=temperature)] * count, seeds=[11] * count)
