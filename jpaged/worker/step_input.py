@@ -165,7 +165,7 @@ def token_buckets(max_num_batched_tokens: int, max_num_seqs: int) -> tuple[int, 
     sizes.update(size for size in (8, 16) if size < rows)
     # Quarters of the rows, rounded to whole vectors: a step of rows that decode pads at most a third.
     for quarter in (2, 3, 4):
-        sizes.add(min(rows, -(-rows * quarter // 4 + 7) // 8 * 8) if rows > 8 else rows)
+        sizes.add(min(rows, (-(-rows * quarter // 4) + 7) // 8 * 8))
     middle = max(rows, int((rows * max_num_batched_tokens) ** 0.5) // 8 * 8)
     if len(sizes) < 8:
         sizes.add(min(middle, max_num_batched_tokens))
