@@ -1,0 +1,1 @@
+"""Tests of the array operations, one class over all implementations of each."""
