@@ -18,13 +18,8 @@ import pathlib
 import platform
 import resource
 import statistics
-import sys
 import time
 from typing import Any
-
-sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent))
-
-from bench_serve import serve_requests
 
 from jpaged.engine.engine_args import EngineArgs
 from jpaged.entrypoints.cli_args import add_engine_arguments, engine_args
@@ -194,6 +189,9 @@ def main() -> None:
     requests = workload["requests"]
     rates = product_rates()
     if parsed.mode == "serve":
+        # Beside this file; it needs httpx, which the test extra brings.
+        from bench_serve import serve_requests
+
         warm_up = warm_up_requests(requests)
         results = asyncio.run(serve_requests(args, requests, warm_up, parsed.reps))
         runs = [
