@@ -1,5 +1,6 @@
 """The sampler's meaning in numpy, float64, by sorting."""
 
+import jax.numpy as jnp
 import numpy as np
 
 from jpaged.sampling.params import SamplingParams
@@ -43,4 +44,4 @@ def rows(
         SequenceSampling(params=p, seed=seed, sample=sample).words()
         for p, seed, sample in zip(params, seeds, samples, strict=True)
     ]
-    return row_params_from_words(np.stack(words))  # type: ignore[arg-type]  # numpy will do
+    return row_params_from_words(jnp.asarray(np.stack(words)))
