@@ -7,6 +7,7 @@ own (EngineLoop), and an event loop only ever picks up finished outputs. Knows n
 
 import asyncio
 import concurrent.futures
+import logging
 import uuid
 import weakref
 from collections.abc import AsyncIterator, Callable, Generator, Mapping, Sequence
@@ -29,6 +30,10 @@ _T = TypeVar("_T")
 
 # Tokenising a long prompt takes long; a second thread lets a short one pass it.
 TOKENIZER_THREADS = 2
+# How long close() waits for the step that is running.
+STEP_SECONDS = 30.0
+
+logger = logging.getLogger("jpaged")
 
 
 class RequestStream(AsyncIterator[RequestOutput]):
@@ -230,9 +235,13 @@ class AsyncLLMEngine:
         for request_id in self.loop.active_ids():
             self.loop.abort(request_id)
 
-    def close(self) -> None:
-        """Ends all requests with EngineDeadError and gives everything back. Again is harmless."""
+    def close(self) -> bool:
+        """Ends all requests with EngineDeadError and gives everything back. Again is harmless.
+
+        False if the running step did not end in time: then the device's memory is still taken.
+        """
         self._finalizer()
+        return self.loop.has_ended
 
     def outbox(self) -> Outbox:
         """The way outputs take to the running event loop."""
@@ -256,6 +265,9 @@ class AsyncLLMEngine:
 def _close(
     loop: EngineLoop, threads: concurrent.futures.ThreadPoolExecutor, engine: "LLMEngine"
 ) -> None:
-    loop.stop()
+    ended = loop.stop(STEP_SECONDS)
     threads.shutdown(wait=False, cancel_futures=True)
-    engine.close()
+    if ended:
+        engine.close()
+    else:
+        logger.error("a step has not ended for %g s; its device memory is not freed", STEP_SECONDS)

@@ -49,6 +49,11 @@ class EngineLoop:
         """Whether requests are served: not stopped, and no step has failed."""
         return self._end is None and not self._stopping
 
+    @property
+    def has_ended(self) -> bool:
+        """Whether the thread is gone, and with it the last step."""
+        return not self._thread.is_alive()
+
     def active_ids(self) -> list[str]:
         """Ids of the requests that have not had their last output."""
         return list(self._active)
@@ -108,12 +113,13 @@ class EngineLoop:
             _fail(future, self._end)
         return future
 
-    def stop(self) -> None:
-        """Ends the thread; whoever still waits gets EngineDeadError."""
+    def stop(self, timeout: float) -> bool:
+        """Ends the thread; whoever still waits gets EngineDeadError. False if a step does not end."""
         self._stopping = True
         self._commands.put(lambda: None)
         if threading.current_thread() is not self._thread:
-            self._thread.join()
+            self._thread.join(timeout)
+        return self.has_ended
 
     def _run(self) -> None:
         end = EngineDeadError(CLOSED)

@@ -146,6 +146,25 @@ def test_close_answers_everybody_and_is_idempotent(fake):
     assert fake.closed
 
 
+def test_close_does_not_wait_for_ever(fake, monkeypatch, caplog):
+    monkeypatch.setattr("jpaged.engine.async_llm_engine.STEP_SECONDS", 0.05)
+    engine = AsyncLLMEngine(fake)
+
+    async def main():
+        fake.gate.clear()
+        task = asyncio.ensure_future(engine.generate("hi", LONG))
+        await settled(lambda: fake.queued)
+        assert not engine.close()
+        assert "has not ended" in caplog.text
+        fake.gate.set()
+        with pytest.raises(EngineDeadError):
+            await task
+
+    run(main())
+    assert not fake.closed
+    assert engine.close()
+
+
 def test_an_engine_that_is_dropped_ends_its_thread(fake):
     before = threading.active_count()
     engine = AsyncLLMEngine(fake)

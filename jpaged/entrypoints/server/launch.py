@@ -55,8 +55,9 @@ def launch(server_args: ServerArgs, engine_args: AsyncEngineArgs) -> int:
         sys.stderr.write("serve.py: interrupted\n")
         return 128 + signal.SIGINT
     finally:
-        if engine is not None:
-            engine.close()
+        if engine is not None and not engine.close():
+            # The interpreter's own end would pull the ground from under the running step.
+            os._exit(1)
     return 0
 
 
@@ -112,6 +113,7 @@ class Server(uvicorn.Server):
         sys.stdout.flush()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        logger.info("stopping; running requests have %g s to finish", self._shutdown_timeout)
         # Requests that are not done by then get an error, rather than a closed connection.
         timer = asyncio.get_running_loop().call_later(
             self._shutdown_timeout, self._engine.abort_all
@@ -120,6 +122,8 @@ class Server(uvicorn.Server):
             await super().shutdown(sockets)
         finally:
             timer.cancel()
+        # Here, where a second signal is still heard: a step may take long, or hang.
+        await asyncio.to_thread(self._engine.close)
 
     @contextlib.contextmanager
     def capture_signals(self) -> Generator[None, None, None]:
@@ -138,7 +142,6 @@ class Server(uvicorn.Server):
         if self.should_exit:
             # The second one means now, whatever the device is doing.
             os._exit(128 + sig)
-        logger.info("stopping; running requests have %g s to finish", self._shutdown_timeout)
         self.should_exit = True
 
 
