@@ -33,7 +33,7 @@ class BlockType(Protocol):
     """Builds a block; with `fused`, in the layout that the engine runs."""
 
     def __call__(
-        self, config: ModelConfig, *, fused: bool, dtype: DTypeLike, rngs: nnx.Rngs
+        self, config: ModelConfig, *, fused: bool, dtype: DTypeLike, rngs: nnx.Rngs | None
     ) -> nnx.Module: ...
 
 
@@ -48,7 +48,7 @@ class Backbone(nnx.Module):
         one_plus_norm: bool,
         fused: bool,
         dtype: DTypeLike,
-        rngs: nnx.Rngs,
+        rngs: nnx.Rngs | None,
     ) -> None:
         self.embed_tokens = Embedding(config.vocab_size, config.hidden_size, dtype=dtype, rngs=rngs)
         self.layers = nnx.List(
@@ -71,7 +71,7 @@ class CausalLM(nnx.Module):
     one_plus_norm = False
 
     def __init__(
-        self, config: ModelConfig, *, fused: bool, dtype: DTypeLike, rngs: nnx.Rngs
+        self, config: ModelConfig, *, fused: bool, dtype: DTypeLike, rngs: nnx.Rngs | None
     ) -> None:
         self.config = config
         self.model = Backbone(
@@ -195,7 +195,15 @@ def _paged_block(
 
     def attend(q: Array, k: Array, v: Array) -> tuple[Array, KVGroup]:
         with jax.named_scope("write_kv"):
-            pool = write_kv(kv, layer, k, v, metadata.slots, platform=backend.platform)
+            pool = write_kv(
+                kv,
+                layer,
+                k,
+                v,
+                metadata.slots,
+                implementation=backend.attention,
+                platform=backend.platform,
+            )
         with jax.named_scope("attention"):
             out = paged_attention(
                 q,

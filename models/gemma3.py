@@ -20,7 +20,7 @@ class Gemma3Block(nnx.Module):
     """Attention and MLP, each normed before and after, then added to the residual."""
 
     def __init__(
-        self, config: ModelConfig, *, fused: bool, dtype: DTypeLike, rngs: nnx.Rngs
+        self, config: ModelConfig, *, fused: bool, dtype: DTypeLike, rngs: nnx.Rngs | None
     ) -> None:
         def norm() -> RMSNorm:
             return RMSNorm(config.hidden_size, eps=config.rms_norm_eps, one_plus=True, dtype=dtype)

@@ -28,14 +28,20 @@ ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
 _INIT_STD = 0.02
 
 
+def fresh_weight(shape: tuple[int, ...], dtype: DTypeLike, rngs: nnx.Rngs | None) -> Array:
+    """A random matrix, or zeros without `rngs`, where only the shape is wanted."""
+    if rngs is None:
+        return jnp.zeros(shape, dtype)
+    return jax.random.normal(rngs.params(), shape, dtype) * jnp.asarray(_INIT_STD, dtype)
+
+
 class Linear(nnx.Module):
     """A linear map with an optional bias."""
 
     def __init__(
-        self, inputs: int, outputs: int, *, bias: bool, dtype: DTypeLike, rngs: nnx.Rngs
+        self, inputs: int, outputs: int, *, bias: bool, dtype: DTypeLike, rngs: nnx.Rngs | None
     ) -> None:
-        init = nnx.initializers.normal(_INIT_STD)
-        self.weight = nnx.Param(init(rngs.params(), (outputs, inputs), dtype))
+        self.weight = nnx.Param(fresh_weight((outputs, inputs), dtype, rngs))
         self.bias = nnx.Param(jnp.zeros((outputs,), dtype)) if bias else None
 
     def __call__(
@@ -60,7 +66,7 @@ class Projections(nnx.Module):
         fused: bool,
         bias: bool,
         dtype: DTypeLike,
-        rngs: nnx.Rngs,
+        rngs: nnx.Rngs | None,
     ) -> None:
         """Creates the maps; `parts` gives each part's number of outputs by its name."""
         self.parts = tuple(parts.items())
@@ -81,9 +87,8 @@ class Projections(nnx.Module):
 class Embedding(nnx.Module):
     """A vector per token id; also the output head of models that tie the two."""
 
-    def __init__(self, vocab: int, embed: int, *, dtype: DTypeLike, rngs: nnx.Rngs) -> None:
-        init = nnx.initializers.normal(_INIT_STD)
-        self.weight = nnx.Param(init(rngs.params(), (vocab, embed), dtype))
+    def __init__(self, vocab: int, embed: int, *, dtype: DTypeLike, rngs: nnx.Rngs | None) -> None:
+        self.weight = nnx.Param(fresh_weight((vocab, embed), dtype, rngs))
 
     def __call__(self, tokens: Int[Array, "*rows"]) -> Float[Array, "*rows embed"]:
         return jnp.take(self.weight[...], tokens, axis=0, mode="clip")
@@ -119,7 +124,7 @@ class GatedMLP(Projections):
         bias: bool,
         fused: bool,
         dtype: DTypeLike,
-        rngs: nnx.Rngs,
+        rngs: nnx.Rngs | None,
     ) -> None:
         self.activation = activation
         self.add_projections(

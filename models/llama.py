@@ -21,7 +21,7 @@ class LlamaAttention(Projections):
         *,
         fused: bool,
         dtype: DTypeLike,
-        rngs: nnx.Rngs,
+        rngs: nnx.Rngs | None,
         qk_norm: bool = False,
         one_plus_norm: bool = False,
     ) -> None:
@@ -75,7 +75,7 @@ class LlamaBlock(nnx.Module):
     qk_norm = False
 
     def __init__(
-        self, config: ModelConfig, *, fused: bool, dtype: DTypeLike, rngs: nnx.Rngs
+        self, config: ModelConfig, *, fused: bool, dtype: DTypeLike, rngs: nnx.Rngs | None
     ) -> None:
         self.input_layernorm = self._norm(config, dtype)
         self.self_attn = LlamaAttention(

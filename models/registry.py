@@ -31,6 +31,6 @@ def abstract_model(config: ModelConfig, dtype: DTypeLike, *, fused: bool = False
     """A model whose parameters are shapes without data; `fused` is the layout that the engine runs."""
 
     def build() -> CausalLM:
-        return _CLASSES[config.model_type](config, fused=fused, dtype=dtype, rngs=nnx.Rngs(0))
+        return _CLASSES[config.model_type](config, fused=fused, dtype=dtype, rngs=None)
 
     return nnx.eval_shape(build)
