@@ -41,24 +41,49 @@ def launch(server_args: ServerArgs, engine_args: AsyncEngineArgs) -> int:
     _log_to_stderr()
     engine = None
     try:
-        platform = choose_platform(engine_args.device, look_at_machine(), os.environ)
-        engine_args = dataclasses.replace(engine_args, device=platform)
-        with bind(server_args.host, server_args.port) as listener:
-            _prepare_environment(engine_args)
-            engine = AsyncLLMEngine.from_engine_args(engine_args)
-            Server(engine, server_args, listener).run(sockets=[listener])
+        with _ended_by_signals():
+            platform = choose_platform(engine_args.device, look_at_machine(), os.environ)
+            engine_args = dataclasses.replace(engine_args, device=platform)
+            with bind(server_args.host, server_args.port) as listener:
+                _prepare_environment(engine_args)
+                engine = AsyncLLMEngine.from_engine_args(engine_args)
+                Server(engine, server_args, listener).run(sockets=[listener])
     except JpagedError as error:
         told = flagged(error) if isinstance(error, ConfigError) else error
         sys.stderr.write(f"serve.py: error: {told}\n")
         return 2
-    except KeyboardInterrupt:
-        sys.stderr.write("serve.py: interrupted\n")
-        return 128 + signal.SIGINT
     finally:
         if engine is not None and not engine.close():
             # The interpreter's own end would pull the ground from under the running step.
             os._exit(1)
     return 0
+
+
+@contextlib.contextmanager
+def _ended_by_signals() -> Generator[None, None, None]:
+    """Until the server takes signals over: the first one ends the process tidily, a second at once.
+
+    Tidily means that files being written are removed, which may wait for a compilation to end.
+    """
+    came: list[int] = []
+
+    def on_signal(sig: int, frame: FrameType | None) -> None:
+        came.append(sig)
+        if len(came) > 1:
+            os._exit(128 + sig)
+        raise KeyboardInterrupt
+
+    before = {sig: signal.signal(sig, on_signal) for sig in SIGNALS}
+    try:
+        yield
+    except KeyboardInterrupt:
+        sys.stderr.write("serve.py: interrupted\n")
+        sys.stderr.flush()
+        # Not through the interpreter's end, which would wait for threads that compile.
+        os._exit(128 + came[0] if came else 130)
+    finally:
+        for sig, handler in before.items():
+            signal.signal(sig, handler)
 
 
 def bind(host: str, port: int) -> socket.socket:

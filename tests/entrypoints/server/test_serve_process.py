@@ -108,12 +108,13 @@ def test_the_second_ctrl_c_ends_it_at_once():
         assert ended(running, within=2)[0] == 130
 
 
-def test_ctrl_c_while_loading():
+@pytest.mark.parametrize("sig", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_while_loading(sig):
     with process("--port", "0", "--model", "loading", "--device", "cpu") as running:
         assert running.stderr.readline() == "loading on cpu with None\n"
-        running.send_signal(signal.SIGINT)
+        running.send_signal(sig)
         status, errors = ended(running)
-    assert (status, errors) == (130, "serve.py: interrupted\n")
+    assert (status, errors) == (128 + sig, "serve.py: interrupted\n")
 
 
 def test_a_port_in_use_is_said_before_loading():
