@@ -25,7 +25,7 @@ HF_CONFIG: dict[str, Any] = {
     "num_hidden_layers": 2,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
-    "head_dim": 8,
+    "head_dim": 16,
     "max_position_embeddings": 256,
     "tie_word_embeddings": True,
     "hidden_act": "silu",
@@ -34,7 +34,7 @@ HF_CONFIG: dict[str, Any] = {
     "eos_token_id": 7,
 }
 # A page of one token in bytes: layers, K and V, kv heads, head_dim, float32.
-BYTES_PER_TOKEN = 2 * 2 * 2 * 8 * 4
+BYTES_PER_TOKEN = 2 * 2 * 2 * 16 * 4
 
 
 @functools.cache

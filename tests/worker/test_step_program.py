@@ -20,7 +20,7 @@ ROWS = 4
 def test_no_step_copies_the_pool(attention: str, dtype: str, tokens: int) -> None:
     config = ModelConfig.from_hf(tiny.HF_CONFIG)
     layout = RunLayout.create(config, dtype=dtype, platform="cpu")
-    kv = (allocate_kv(2, 4000, 4, 2, 8, dtype=dtype, platform="cpu"),)
+    kv = (allocate_kv(2, 4000, 4, 2, 16, dtype=dtype, platform="cpu"),)
     pool = sum(group.pages.nbytes for group in kv)
     shape = StepShape(tokens, min(tokens, ROWS), ROWS, (64,))
     forward = make_forward(layout, shape, attention=attention, platform="cpu")
@@ -39,7 +39,7 @@ def test_what_comes_out_has_the_form_of_what_went_in() -> None:
     """Else the next step would compile anew, or copy."""
     config = ModelConfig.from_hf(tiny.HF_CONFIG)
     layout = RunLayout.create(config, dtype="float32", platform="cpu")
-    kv = (allocate_kv(2, 8, 4, 2, 8, dtype="float32", platform="cpu"),)
+    kv = (allocate_kv(2, 8, 4, 2, 16, dtype="float32", platform="cpu"),)
     rows = empty_rows(ROWS)
     shape = StepShape(8, ROWS, ROWS, (2,))
     forward = make_forward(layout, shape, attention="xla", platform="cpu")
