@@ -78,21 +78,48 @@ def _offset(builder: Any, address: Any, index: int, stride: Any) -> Any:
     return builder.add(address, builder.mul(stride, ir.Constant(_I64, index)))
 
 
-def _add_lanes(builder: Any, value: Any, width: int) -> Any:
-    """The sum of a vector's lanes, halves first."""
-    while width > 1:
+def _pick(builder: Any, a: Any, b: Any, indices: list[int]) -> Any:
+    """The lanes of `a` and `b` laid end to end that `indices` name."""
+    mask = ir.Constant(ir.VectorType(_I32, len(indices)), indices)
+    return builder.shuffle_vector(a, b, mask)
+
+
+def _fold_lanes(builder: Any, value: Any, width: int) -> Any:
+    """The sum of a vector's groups of four lanes, halves first."""
+    while width > 4:
         width //= 2
-        undefined = ir.Constant(value.type, ir.Undefined)
-        halves = [
-            builder.shuffle_vector(
-                value,
-                undefined,
-                ir.Constant(ir.VectorType(_I32, width), list(range(start, start + width))),
-            )
-            for start in (0, width)
-        ]
-        value = builder.fadd(*halves)
-    return builder.extract_element(value, ir.Constant(_I32, 0))
+        low, high = (
+            _pick(builder, value, value, list(range(start, start + width))) for start in (0, width)
+        )
+        value = builder.fadd(low, high)
+    return value
+
+
+def _add_lanes(builder: Any, value: Any, width: int) -> Any:
+    """The sum of a vector's lanes, in the order of `_add_lanes_of_four`."""
+    for distance in (2, 1):
+        swapped = [lane ^ distance for lane in range(width)]
+        value = builder.fadd(value, _pick(builder, value, value, swapped))
+    return builder.extract_element(_fold_lanes(builder, value, width), ir.Constant(_I32, 0))
+
+
+def _add_lanes_of_four(builder: Any, values: list[Any], width: int) -> Any:
+    """The sums of four vectors' lanes as one vector: a transposition in between saves half the work."""
+
+    def interleave(a: Any, b: Any, size: int) -> Any:
+        """Adds the halves of each group of four lanes, those of a and b side by side."""
+        low: list[int] = []
+        high: list[int] = []
+        for group in range(0, width, 4):
+            for start in range(0, 2, size):
+                for offset in (0, width):
+                    lanes = [offset + group + start + i for i in range(size)]
+                    low += lanes
+                    high += [lane + 2 for lane in lanes]
+        return builder.fadd(_pick(builder, a, b, low), _pick(builder, a, b, high))
+
+    pairs = [interleave(values[0], values[1], 1), interleave(values[2], values[3], 1)]
+    return _fold_lanes(builder, interleave(pairs[0], pairs[1], 2), width)
 
 
 class _Loop:
@@ -150,8 +177,7 @@ def _exp(builder: Any, x: Any, width: int) -> Any:
 def dots(
     typingctx: Any,
     out: Any,
-    out_a: Any,
-    out_b: Any,
+    out_stride: Any,
     a: Any,
     a_stride: Any,
     b: Any,
@@ -164,12 +190,13 @@ def dots(
 ) -> Any:
     """out[i, j] = sum over k < count of a[i, k] * b[j, k], for a few rows i of `a` and j of `b`.
 
-    `count` is a multiple of the width. Strides are in bytes; `a` is float32. The last four are literal.
+    `count` is a multiple of the width. Strides are in bytes; `out` and `a` are float32, the numbers of a
+    row of `out` lie side by side. The last four are literal.
     """
     m, n, kind, w = (x.literal_value for x in (a_rows, b_rows, b_kind, width))
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        out, out_a, out_b, a, a_stride, b, b_stride, count = args[:8]
+        out, out_stride, a, a_stride, b, b_stride, count = args[:7]
         rows_a = [_offset(builder, a, i, a_stride) for i in range(m)]
         rows_b = [_offset(builder, b, j, b_stride) for j in range(n)]
         loop = _Loop(builder, count, w, [_splat(0.0, w)] * (m * n))
@@ -182,13 +209,16 @@ def dots(
             for j in range(n):
                 sums[i * n + j] = _multiply_add(builder, vector_a, vectors_b[j], sums[i * n + j])
         sums = loop.close(sums)
+        together = 1 if n % 4 else 4
         for i in range(m):
-            for j in range(n):
-                address = _offset(builder, _offset(builder, out, i, out_a), j, out_b)
-                _store(builder, _add_lanes(builder, sums[i * n + j], w), address)
+            for j in range(0, n, together):
+                here = sums[i * n + j : i * n + j + together]
+                add = _add_lanes_of_four(builder, here, w) if together == 4 else None
+                place = builder.add(_offset(builder, out, i, out_stride), ir.Constant(_I64, 4 * j))
+                _store(builder, add or _add_lanes(builder, here[0], w), place)
         return context.get_dummy_value()
 
-    return types.void(*[types.int64] * 8, a_rows, b_rows, b_kind, width), generate
+    return types.void(*[types.int64] * 7, a_rows, b_rows, b_kind, width), generate
 
 
 @gives_nothing
@@ -339,3 +369,49 @@ def soften(
         return context.get_dummy_value()
 
     return types.void(*[types.int64] * 6, width), generate
+
+
+@gives_nothing
+def soften_row(
+    typingctx: Any, scores: Any, count: Any, top: Any, total: Any, kept: Any, width: Any
+) -> Any:
+    """One block's step of a streaming softmax, for one row of scores, a multiple of the width.
+
+    As `soften`, with the scores of one column side by side; `top`, `total` and `kept` are numbers.
+    """
+    w = width.literal_value
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        scores, count, top, total, kept = args[:5]
+
+        def greater(a: Any, b: Any) -> Any:
+            return builder.select(builder.fcmp_ordered(">", a, b), a, b)
+
+        def number(address: Any) -> Any:
+            return builder.load(_at(builder, address, _F32))
+
+        def place(loop: _Loop) -> Any:
+            return builder.add(scores, builder.mul(loop.index, ir.Constant(_I64, 4)))
+
+        old = _broadcast(builder, number(top), w)
+        loop = _Loop(builder, count, w, [old])
+        new = loop.close([greater(_load(builder, place(loop), F32, w), loop.values[0])])[0]
+        distance = w
+        while distance > 1:
+            distance //= 2
+            new = greater(new, _pick(builder, new, new, [lane ^ distance for lane in range(w)]))
+        factor = _exp(builder, builder.fsub(old, new), w)
+        loop = _Loop(builder, count, w, [_splat(0.0, w)])
+        score = _load(builder, place(loop), F32, w)
+        weight = _exp(builder, builder.fsub(score, new), w)
+        _store(builder, weight, place(loop))
+        sums = loop.close([builder.fadd(loop.values[0], weight)])[0]
+        first = ir.Constant(_I32, 0)
+        factor = builder.extract_element(factor, first)
+        before = builder.fmul(number(total), factor)
+        _store(builder, builder.extract_element(new, first), top)
+        _store(builder, builder.fadd(before, _add_lanes(builder, sums, w)), total)
+        _store(builder, factor, kept)
+        return context.get_dummy_value()
+
+    return types.void(*[types.int64] * 5, width), generate

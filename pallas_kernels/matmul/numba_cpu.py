@@ -51,7 +51,6 @@ def _column(
     dots(
         load_i64(state + _OUT) + line * row + 4 * output,
         line,
-        4,
         load_i64(state + _X) + 4 * inputs * row,
         4 * inputs,
         load_i64(state + _W) + size * inputs * output,

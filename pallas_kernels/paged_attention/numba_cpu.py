@@ -183,12 +183,7 @@ def _make_task(
         n for n in (4, 3, 2, 1) if vectors % n == 0 and (n == 1 or group * n < registers - 2)
     )
     near = group < _FEWEST_COLUMNS
-    needed = 4 * (
-        most * (3 + KEYS_PER_BLOCK + 2 * dim)
-        + 2 * KEYS_PER_BLOCK * dim
-        + width * (3 + KEYS_PER_BLOCK)
-        + 2 * group * dim
-    )
+    needed = 4 * (most * (3 + KEYS_PER_BLOCK + 2 * dim) + 2 * KEYS_PER_BLOCK * dim + 3 * width)
 
     def make() -> Callable[[int], int]:
         def task(state: int) -> int:

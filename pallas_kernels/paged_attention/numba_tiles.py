@@ -2,15 +2,15 @@
 
 A tile is one new token of a row (decode), or up to a hundred query vectors of a row (a chunk). It walks its
 row's live pages in blocks of keys with a streaming softmax. Decode multiplies queries with keys where they
-lie in the pages; a chunk widens each block of K and V once for all its query vectors. Scores are kept
-with one row per key and one column per query vector, so that the softmax needs no sum across a register.
+lie in the pages; a chunk widens each block of K and V once for all its query vectors, and keeps scores
+with one row per key and one column per query vector, so that its softmax needs no sum across a register.
 
 All numbers it needs lie in the state of a call; who fills it and who takes which tile is not known here.
 """
 
 from ..cpu.memory import load_f32, load_i32, load_i64, store_f32, zero_bytes
 from ..cpu.runtime import OP, compiled
-from ..cpu.vector import F32, accumulate, cap_scores, dots, scale_rows, soften, widen
+from ..cpu.vector import F32, accumulate, cap_scores, dots, scale_rows, soften, soften_row, widen
 
 KEYS_PER_BLOCK = 64  # keys whose scores are held at once
 _LOWEST, _MASKED = -1e30, -3e38  # exp(_MASKED - _LOWEST) is 0 also before any key was seen
@@ -23,14 +23,9 @@ STATE_SIZE = 112
 
 
 @compiled
-def _page(state: int, row: int, position: int, head: int, dim: int, size: int) -> int:
-    """The address of K of one head at a position of a row; V follows it."""
-    page_size = load_i64(state + PAGE_SIZE)
-    width, heads = load_i64(state + TABLE_WIDTH), load_i64(state + KV_HEADS)
-    entry = row * width + position // page_size
-    page = load_i32(load_i64(state + TABLE) + 4 * entry)
-    slot = page * page_size + position % page_size
-    return load_i64(state + PAGES) + (slot * heads + head) * 2 * dim * size
+def _page(state: int, row: int, entry: int) -> int:
+    """The page that holds an entry of a row's table."""
+    return load_i32(load_i64(state + TABLE) + 4 * (row * load_i64(state + TABLE_WIDTH) + entry))
 
 
 @compiled
@@ -88,31 +83,35 @@ def attend_token(
     window, cap = load_i64(state + WINDOW), load_f32(state + CAP)
     top, total, kept = scratch, scratch + 4 * width, scratch + 8 * width
     scores = scratch + 12 * width
-    query = scores + 4 * width * KEYS_PER_BLOCK
+    line = 4 * KEYS_PER_BLOCK
+    query = scores + line * group
     sums = query + 4 * group * dim
 
     factor = load_f32(state + SCALE) * load_f32(load_i64(state + SCALES) + 8 * head)
     source = load_i64(state + Q) + 4 * dim * (token * heads + head) * group
     for d in range(group * dim):
         store_f32(query + 4 * d, load_f32(source + 4 * d) * factor)
-    zero_bytes(top, 4 * width * (3 + KEYS_PER_BLOCK))
     zero_bytes(sums, 4 * group * dim)
     _start(top, total, state, head, group, group)
 
     position = max(0, end - window) if window > 0 else 0
+    entry = position // page_size
+    offset = position - entry * page_size
+    pages = load_i64(state + PAGES) + head * 2 * dim * size
     while position < end:
         count = min(KEYS_PER_BLOCK, end - position)
+        padded = (count + width - 1) // width * width
+        first_entry, first_offset = entry, offset
         done = 0
         while done < count:
-            run = min(page_size - (position + done) % page_size, count - done)
-            k = _page(state, row, position + done, head, dim, size)
-            place = scores + 4 * width * done
+            run = min(page_size - offset, count - done)
+            k = pages + (_page(state, row, entry) * page_size + offset) * stride
             i = 0
             while i + keys <= run:
+                place = scores + 4 * (done + i)
                 dots(
-                    place + 4 * width * i,
-                    4,
-                    4 * width,
+                    place,
+                    line,
                     query,
                     4 * dim,
                     k + stride * i,
@@ -125,41 +124,37 @@ def attend_token(
                 )
                 i += keys
             while i < run:
+                place = scores + 4 * (done + i)
                 dots(
-                    place + 4 * width * i,
-                    4,
-                    4 * width,
-                    query,
-                    4 * dim,
-                    k + stride * i,
-                    stride,
-                    dim,
-                    group,
-                    1,
-                    kind,
-                    width,
+                    place, line, query, 4 * dim, k + stride * i, stride, dim, group, 1, kind, width
                 )
                 i += 1
             done += run
-        if cap > 0:
-            cap_scores(scores, count * width, cap, width)
-        soften(scores, 4 * width, count, top, total, kept, width)
+            offset += run
+            if offset == page_size:
+                entry, offset = entry + 1, 0
         for g in range(group):
+            here = scores + line * g
+            if cap > 0:
+                cap_scores(here, padded, cap, width)
+            for t in range(count, padded):
+                store_f32(here + 4 * t, _MASKED)
+            soften_row(here, padded, top + 4 * g, total + 4 * g, kept + 4 * g, width)
             factor = load_f32(kept + 4 * g)
             if factor != 1.0:
                 scale_rows(sums + 4 * dim * g, dim, factor, width)
+        entry, offset = first_entry, first_offset
         done = 0
         while done < count:
-            run = min(page_size - (position + done) % page_size, count - done)
-            v = _page(state, row, position + done, head, dim, size) + dim * size
-            weights = scores + 4 * width * done
+            run = min(page_size - offset, count - done)
+            v = pages + (_page(state, row, entry) * page_size + offset) * stride + dim * size
             for d in range(0, dim, values * width):
                 accumulate(
                     sums + 4 * d,
                     4 * dim,
-                    weights,
+                    scores + 4 * done,
+                    line,
                     4,
-                    4 * width,
                     v + size * d,
                     stride,
                     run,
@@ -169,6 +164,9 @@ def attend_token(
                     width,
                 )
             done += run
+            offset += run
+            if offset == page_size:
+                entry, offset = entry + 1, 0
         position += count
     _finish(state, sums, total, token, head, group, group, dim)
 
@@ -224,17 +222,23 @@ def attend_chunk(
     first = load_i32(load_i64(state + LENS) + 4 * row) - last + token  # position of `token`
     end = first + tokens
     position = max(0, first - window + 1) if window > 0 else 0
+    entry = position // page_size
+    offset = position - entry * page_size
+    pages = load_i64(state + PAGES) + head * 2 * dim * size
     while position < end:
         count = min(KEYS_PER_BLOCK, end - position)
         done = 0
         while done < count:
-            run = min(page_size - (position + done) % page_size, count - done)
-            k = _page(state, row, position + done, head, dim, size)
+            run = min(page_size - offset, count - done)
+            k = pages + (_page(state, row, entry) * page_size + offset) * stride
             for i in range(run):
                 widen(k_block + 4 * dim * (done + i), k + stride * i, dim, kind, width)
                 v = k + stride * i + dim * size
                 widen(v_block + 4 * dim * (done + i), v, dim, kind, width)
             done += run
+            offset += run
+            if offset == page_size:
+                entry, offset = entry + 1, 0
 
         zero_bytes(scores, 4 * padded * KEYS_PER_BLOCK)
         for t in range(0, count, keys):
