@@ -41,7 +41,7 @@ THIRD_PARTY = {
     "jpaged.pallas_kernels": {"jax", "jaxlib", "jaxtyping", "numpy", "numba", "llvmlite"},
 }
 RISKY = ("allow_pickle", "trust_remote_code")
-# Lines. A file may run a tenth over: one that outgrows its budget owns two things.
+# Lines. A file may run a fifth over: one that outgrows its budget owns two things.
 BUDGETS = {"pallas_kernels": 500, "tests": 400, "scripts": 200}
 
 
@@ -207,7 +207,7 @@ def test_files_keep_to_their_line_budget() -> None:
     for path in python_files("jpaged", "models", "pallas_kernels", "scripts", "tests"):
         budget = BUDGETS.get(path.relative_to(ROOT).parts[0], 300)
         lines = len(path.read_text().splitlines())
-        if lines > 1.1 * budget:
+        if lines > 1.2 * budget:
             over.append(f"{path.relative_to(ROOT)}: {lines} lines, budget {budget}")
     assert over == []
 
