@@ -8,6 +8,7 @@ length and the vector width only, so that the bits of a result do not depend on 
 from typing import Any
 
 import llvmlite.binding as llvm
+import numba
 from llvmlite import ir
 from numba import types
 
@@ -20,8 +21,10 @@ _F32, _I16, _I32, _I64 = ir.FloatType(), ir.IntType(16), ir.IntType(32), ir.IntT
 
 
 def host_width() -> int:
-    """Floats in a vector register of this machine."""
-    return 16 if llvm.get_host_cpu_features().get("avx512f", False) else 8
+    """Floats in a vector register of the processor that numba compiles for."""
+    chosen = numba.config.CPU_FEATURES
+    features = llvm.get_host_cpu_features().flatten() if chosen is None else chosen
+    return 16 if "+avx512f" in features.split(",") else 8
 
 
 def _vector(width: int) -> Any:
@@ -68,6 +71,15 @@ def _call(builder: Any, name: str, *args: Any) -> Any:
         f"llvm.{name}.v{vector.count}f32", (), ir.FunctionType(vector, [vector] * len(args))
     )
     return builder.call(function, args)
+
+
+def _prefetch(builder: Any, address: Any) -> None:
+    byte, flag = ir.IntType(8).as_pointer(), ir.Constant(_I32, 1)
+    function = builder.module.declare_intrinsic(
+        "llvm.prefetch.p0", (), ir.FunctionType(ir.VoidType(), [byte, _I32, _I32, _I32])
+    )
+    read, soon = ir.Constant(_I32, 0), ir.Constant(_I32, 2)
+    builder.call(function, [builder.inttoptr(address, byte), read, soon, flag])
 
 
 def _multiply_add(builder: Any, a: Any, b: Any, c: Any) -> Any:
@@ -173,6 +185,10 @@ def _exp(builder: Any, x: Any, width: int) -> Any:
     return builder.select(live, builder.fmul(y, power), _splat(0.0, width))
 
 
+def _is_zero(numba_type: Any) -> bool:
+    return getattr(numba_type, "literal_value", None) == 0
+
+
 @gives_nothing
 def dots(
     typingctx: Any,
@@ -183,6 +199,8 @@ def dots(
     b: Any,
     b_stride: Any,
     count: Any,
+    ahead: Any,
+    beside: Any,
     a_rows: Any,
     b_rows: Any,
     b_kind: Any,
@@ -191,18 +209,24 @@ def dots(
     """out[i, j] = sum over k < count of a[i, k] * b[j, k], for a few rows i of `a` and j of `b`.
 
     `count` is a multiple of the width. Strides are in bytes; `out` and `a` are float32, the numbers of a
-    row of `out` lie side by side. The last four are literal.
+    row of `out` lie side by side. What lies `ahead` and `beside` bytes after each vector of `b` is
+    fetched into the cache, unless 0. The last four are literal.
     """
     m, n, kind, w = (x.literal_value for x in (a_rows, b_rows, b_kind, width))
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        out, out_stride, a, a_stride, b, b_stride, count = args[:7]
+        out, out_stride, a, a_stride, b, b_stride, count, *offsets = args[:9]
+        fetches = [x for x, t in zip(offsets, (ahead, beside), strict=True) if not _is_zero(t)]
         rows_a = [_offset(builder, a, i, a_stride) for i in range(m)]
         rows_b = [_offset(builder, b, j, b_stride) for j in range(n)]
         loop = _Loop(builder, count, w, [_splat(0.0, w)] * (m * n))
         step_a = builder.mul(loop.index, ir.Constant(_I64, 4))
         step_b = builder.mul(loop.index, ir.Constant(_I64, 4 if kind == F32 else 2))
-        vectors_b = [_load(builder, builder.add(row, step_b), kind, w) for row in rows_b]
+        places_b = [builder.add(row, step_b) for row in rows_b]
+        vectors_b = [_load(builder, place, kind, w) for place in places_b]
+        for place in places_b:
+            for offset in fetches:
+                _prefetch(builder, builder.add(place, offset))
         sums = list(loop.values)
         for i in range(m):
             vector_a = _load(builder, builder.add(rows_a[i], step_a), F32, w)
@@ -218,7 +242,7 @@ def dots(
                 _store(builder, add or _add_lanes(builder, here[0], w), place)
         return context.get_dummy_value()
 
-    return types.void(*[types.int64] * 7, a_rows, b_rows, b_kind, width), generate
+    return types.void(*[types.int64] * 9, a_rows, b_rows, b_kind, width), generate
 
 
 @gives_nothing

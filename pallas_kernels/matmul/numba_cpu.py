@@ -33,6 +33,7 @@ from ..cpu.runtime import (
 from ..cpu.vector import F32, KINDS, dots, host_width
 from . import xla
 
+_AHEAD = 8  # rows of the weight that are fetched before they are needed
 _ITEM_BYTES = 1 << 16
 _SMALL = 1 << 16  # weight bytes below which help costs more than it brings
 
@@ -56,6 +57,8 @@ def _column(
         load_i64(state + _W) + size * inputs * output,
         size * inputs,
         inputs,
+        _AHEAD * size * inputs,
+        0,
         rows,
         outputs,
         kind,

@@ -98,6 +98,7 @@ def attend_token(
     entry = position // page_size
     offset = position - entry * page_size
     pages = load_i64(state + PAGES) + head * 2 * dim * size
+    last_entry, pages_ahead = (end - 1) // page_size, (15 + page_size) // page_size
     while position < end:
         count = min(KEYS_PER_BLOCK, end - position)
         padded = (count + width - 1) // width * width
@@ -105,7 +106,11 @@ def attend_token(
         done = 0
         while done < count:
             run = min(page_size - offset, count - done)
-            k = pages + (_page(state, row, entry) * page_size + offset) * stride
+            page = _page(state, row, entry)
+            # K of a page to come, while this one's V is fetched for the sums after this block.
+            following = _page(state, row, min(entry + pages_ahead, last_entry))
+            ahead = (following - page) * page_size * stride
+            k = pages + (page * page_size + offset) * stride
             i = 0
             while i + keys <= run:
                 place = scores + 4 * (done + i)
@@ -117,6 +122,8 @@ def attend_token(
                     k + stride * i,
                     stride,
                     dim,
+                    ahead,
+                    dim * size,
                     group,
                     keys,
                     kind,
@@ -126,7 +133,19 @@ def attend_token(
             while i < run:
                 place = scores + 4 * (done + i)
                 dots(
-                    place, line, query, 4 * dim, k + stride * i, stride, dim, group, 1, kind, width
+                    place,
+                    line,
+                    query,
+                    4 * dim,
+                    k + stride * i,
+                    stride,
+                    dim,
+                    ahead,
+                    dim * size,
+                    group,
+                    1,
+                    kind,
+                    width,
                 )
                 i += 1
             done += run
