@@ -14,7 +14,15 @@ from jpaged.entrypoints.server.logprobs import CompletionLogprobs, chat_logprobs
 
 DONE = b"data: [DONE]\n\n"
 
-encode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"), allow_nan=False).encode
+_encode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"), allow_nan=False).encode
+# Some clients end a line, and with it an event, at these too.
+_LINE_ENDS = {ord(c): f"\\u{ord(c):04x}" for c in "\x85\u2028\u2029"}
+
+
+def encode(value: object) -> str:
+    """JSON in one line, whatever a client takes for a line's end."""
+    text = _encode(value)
+    return text if text.isascii() else text.translate(_LINE_ENDS)
 
 
 class Writer(abc.ABC):

@@ -4,6 +4,7 @@ import contextlib
 import threading
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import httpx
 import openai
@@ -18,7 +19,7 @@ from tests.entrypoints.server.fake_engine import FakeEngine
 class Served:
     """A running server, its fake engine and clients for it."""
 
-    def __init__(self, fake: FakeEngine, engine: AsyncLLMEngine, server: Server, port: int) -> None:
+    def __init__(self, fake: Any, engine: AsyncLLMEngine, server: Server, port: int) -> None:
         self.fake = fake
         self.engine = engine
         self.server = server
@@ -42,8 +43,8 @@ class Served:
 
 
 @contextlib.contextmanager
-def serving(fake: FakeEngine, **options: object) -> Iterator[Served]:
-    """Serves `fake` until the end of the block."""
+def serving(fake: Any, **options: object) -> Iterator[Served]:
+    """Serves `fake`, or a real LLMEngine, until the end of the block."""
     engine = AsyncLLMEngine(fake)
     listener = bind("127.0.0.1", 0)
     port = listener.getsockname()[1]
@@ -56,7 +57,8 @@ def serving(fake: FakeEngine, **options: object) -> Iterator[Served]:
         served.until(lambda: server.started)
         yield served
     finally:
-        fake.gate.set()
+        if isinstance(fake, FakeEngine):
+            fake.gate.set()
         server.should_exit = True
         thread.join()
         served.http.close()

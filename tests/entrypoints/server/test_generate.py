@@ -57,16 +57,21 @@ def test_generate_stream_says_the_same(served):
         assert mine[-1]["finish_reason"] == expected["finish_reason"]
 
 
-def test_text_is_sent_as_utf8():
-    with serving(FakeEngine("naïve 日本 🙂\u2028")) as served:
+def test_text_is_sent_as_utf8_in_lines_for_every_client():
+    reply = "naïve 日本 🙂 \x0b\x0c\x1c\x85\u2028\u2029\r\n"
+    with serving(FakeEngine(reply)) as served:
         body = {"prompt": "é", "sampling_params": {"max_tokens": 100}}
         response = served.http.post("/generate", json=body)
-        assert response.json()["outputs"][0]["text"] == "naïve 日本 🙂\u2028"
+        assert response.json()["outputs"][0]["text"] == reply
         assert "日本".encode() in response.content
+        # This client ends lines where str.splitlines does.
+        with served.http.stream("POST", "/generate", json=body | {"stream": True}) as streamed:
+            parts = [part for event in events(streamed) for part in event["outputs"]]
+        assert "".join(part["text"] for part in parts) == reply
         chunks = served.client.completions.create(
             model="fake-model", prompt="é", max_tokens=100, stream=True
         )
-        assert "".join(c.choices[0].text for c in chunks) == "naïve 日本 🙂\u2028"
+        assert "".join(c.choices[0].text for c in chunks) == reply
 
 
 def test_without_a_tokenizer_ids_go_in_and_out():
