@@ -86,7 +86,7 @@ def _most_numba_rows(dtype: str) -> int:
 
         features = llvmlite.binding.get_host_cpu_features()
         if features.get("avx512bf16", False) or features.get("amx-bf16", False):
-            return 2
+            return 4
     return 8
 
 
