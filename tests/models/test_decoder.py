@@ -1,5 +1,6 @@
 """What holds for all decoders: one trace for equal layers, gradients, tied heads, and no copy of the pool."""
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -10,6 +11,7 @@ import pytest
 from flax import nnx
 
 from jpaged.models.config import ModelConfig
+from jpaged.models.decoder import CausalLM
 from jpaged.models.gemma3 import Gemma3Block
 from jpaged.models.llama import LlamaBlock
 from jpaged.models.registry import abstract_model, build_model
@@ -89,57 +91,96 @@ def loss(model: nnx.Module, tokens: jax.Array) -> jax.Array:
     return optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]).mean()
 
 
-@pytest.mark.parametrize("case", ["llama_linear_tied", "qwen3", "gemma3"])
+def model_of(case: str, dtype: str = "float32") -> CausalLM:
+    """A model of the case with its own weights, in the run layout."""
+    config = ModelConfig.from_hf(families.CASES[case])
+    layout = RunLayout.create(config, dtype=dtype, platform=jax.default_backend())
+    one_plus = config.model_type == "gemma3_text"
+    return layout.merge(
+        layout.to_run(
+            {
+                name: families.weight(name, spec.shape, one_plus_norm=one_plus)
+                for name, spec in layout.public.items()
+            }
+        )
+    )
+
+
+def norm(tree: Any) -> float:
+    return float(np.sqrt(sum(np.sum(np.square(x)) for x in jax.tree.leaves(tree))))
+
+
+@pytest.mark.parametrize("case", ["llama_linear_tied", "gemma3"])
 def test_gradients_are_the_slopes_of_the_loss(case: str) -> None:
-    model = build_model(ModelConfig.from_hf(families.CASES[case]), rngs=nnx.Rngs(5))
-    tokens = jnp.asarray(families.tokens(case)[:24]).reshape(2, 12)
+    model = model_of(case)
+    tokens = jnp.asarray(families.tokens(case)[:20]).reshape(2, 10)
     graph, params = nnx.split(model)
-    if case == "llama_linear_tied":
-        value, grads = nnx.jit(nnx.value_and_grad(loss))(model, tokens)
-    else:
-        plain = jax.value_and_grad(lambda p: loss(nnx.merge(graph, p), tokens))
-        value, grads = jax.jit(plain)(params)
-    size = float(optax.tree.norm(grads))
+
+    def of_params(params: Any) -> jax.Array:
+        return loss(nnx.merge(graph, params), tokens)
+
+    value, grads = jax.device_get(jax.jit(jax.value_and_grad(of_params))(params))
+    size = norm(grads)
     assert np.isfinite(value) and size > 0
-    for name, grad in flatten_public(grads).items():
-        assert np.abs(grad).max() > 0, name
+    for path, grad in jax.tree.leaves_with_path(grads):
+        assert np.abs(grad).max() > 0, path
+    run = jax.jit(of_params)
 
-    @jax.jit
-    def along(step: float) -> jax.Array:
-        moved = jax.tree.map(lambda p, g: p + step * g / size, params, grads)
-        return loss(nnx.merge(graph, moved), tokens)
+    def along(step: float) -> float:
+        moved = jax.tree.map(
+            lambda p, g: np.asarray(p) + np.float32(step / size) * g, params, grads
+        )
+        return float(run(moved))
 
-    # Rounding errs by about 1e-3 of the slope, and the third derivative enters with its square.
-    slope = float((along(1e-3) - along(-1e-3)) / 2e-3)
-    assert slope == pytest.approx(size, rel=1e-2)
+    # Rounding errs by about 1e-3 of the slope, and the third derivative enters with the step's square.
+    assert (along(1e-3) - along(-1e-3)) / 2e-3 == pytest.approx(size, rel=1e-2)
+
+
+def test_a_module_from_build_model_trains() -> None:
+    hf = {**families.CASES["qwen3"], "num_hidden_layers": 1, "layer_types": None}
+    model = build_model(ModelConfig.from_hf(hf), rngs=nnx.Rngs(5))
+    tokens = jnp.asarray(families.tokens("qwen3")[:20]).reshape(2, 10)
+    optimizer = nnx.Optimizer(model, optax.adam(1e-2), wrt=nnx.Param)
+
+    @nnx.jit
+    def train(model: CausalLM, optimizer: nnx.Optimizer[CausalLM]) -> jax.Array:
+        value, grads = nnx.value_and_grad(loss)(model, tokens)
+        optimizer.update(model, grads)
+        return value
+
+    losses = [float(train(model, optimizer)) for _ in range(12)]
+    # Fresh weights know nothing: the loss begins at that of a uniform guess.
+    assert losses[0] == pytest.approx(np.log(91), rel=0.1)
+    assert losses[-1] < 0.5 * losses[0]
 
 
 def test_tied_models_have_no_second_matrix() -> None:
-    tied = ModelConfig.from_hf(families.CASES["llama_linear_tied"])
-    model = build_model(tied, rngs=nnx.Rngs(2))
+    model = model_of("llama_linear_tied")
     assert "lm_head.weight" not in flatten_public(model)
-    hidden = jnp.asarray(np.random.default_rng(0).standard_normal((3, 36)), jnp.float32)
-    want = hidden @ model.model.embed_tokens.weight[...].T
-    np.testing.assert_allclose(model.logits(hidden), want, rtol=1e-5, atol=1e-5)
+    hidden = np.random.default_rng(0).standard_normal((3, 36)).astype(np.float32)
+    want = hidden @ np.asarray(model.model.embed_tokens.weight[...]).T
+    np.testing.assert_allclose(model.logits(jnp.asarray(hidden)), want, rtol=1e-5, atol=1e-5)
 
 
 def test_logits_are_float32_whatever_the_dtype() -> None:
-    config = ModelConfig.from_hf(families.CASES["gemma3"])
-    model = build_model(config, rngs=nnx.Rngs(2), dtype=jnp.bfloat16)
-    logits = model.logits(jnp.ones((2, 36), jnp.bfloat16) * 50)
+    model = model_of("gemma3", "bfloat16")
+    logits = model.logits(jnp.ones((2, 36), jnp.bfloat16))
     assert logits.dtype == jnp.float32
     # More digits than bfloat16 has: neither product nor soft cap was rounded to it.
-    assert not np.array_equal(logits, logits.astype(jnp.bfloat16).astype(jnp.float32))
-    assert np.abs(logits).max() <= config.final_logit_softcap
+    values = np.asarray(logits)
+    assert not np.array_equal(values, values.astype(jnp.bfloat16).astype(np.float32))
+    cap = model.config.final_logit_softcap
+    assert cap is not None and np.abs(values).max() <= cap
 
 
 def test_embeddings_are_scaled_by_the_root_rounded_to_the_dtype() -> None:
-    config = ModelConfig.from_hf({**families.CASES["gemma3"], "hidden_size": 40})
-    model = build_model(config, rngs=nnx.Rngs(2), dtype=jnp.bfloat16)
-    tokens = jnp.arange(9)
-    rows = model.model.embed_tokens.weight[...][tokens]
-    want = rows * jnp.bfloat16(np.sqrt(40))
-    assert np.array_equal(model.embed(tokens), want)
+    model = model_of("gemma3", "bfloat16")
+    # Not a square, so that rounding shows.
+    model.config = dataclasses.replace(model.config, embedding_scale=40**0.5)
+    rows = np.asarray(model.model.embed_tokens.weight[...])[:9].astype(np.float32)
+    want = rows * np.float32(jnp.bfloat16(40**0.5))
+    got = np.asarray(model.embed(jnp.arange(9)))
+    assert np.array_equal(got, want.astype(jnp.bfloat16))
 
 
 def test_an_abstract_model_has_shapes_and_no_data() -> None:
