@@ -21,6 +21,8 @@ from jpaged.sampling.row_params import RowParams
 
 # So many of the most likely tokens are looked at before the whole vocabulary is.
 NUM_LIKELY = 256
+# Tokens of a tile, of which the largest is found first.
+_TILE = 128
 
 
 @partial(
@@ -71,12 +73,16 @@ def sample(
 
 
 def _argmax(x: Float[Array, "rows vocab"]) -> Int[Array, " rows"]:
-    """The first of the largest: two plain reductions, vectorised where XLA:CPU's argmax is not."""
-    ids = jax.lax.broadcasted_iota(jnp.int32, x.shape, 1)
-    largest = jnp.max(x, axis=-1, keepdims=True)
-    first = jnp.min(jnp.where(x == largest, ids, x.shape[-1]), axis=-1)
-    # A row of NaN has no largest; the host is told by its log-probability, and the id stays in range.
-    return jnp.minimum(first, x.shape[-1] - 1)
+    """The first of the largest, in two levels: a plain maximum is vectorised, an argmax is not."""
+    rows, vocab = x.shape
+    pad = -vocab % _TILE
+    tiles = jnp.pad(x, ((0, 0), (0, pad)), constant_values=-jnp.inf) if pad else x
+    tiles = tiles.reshape(rows, -1, _TILE)
+    first = jnp.argmax(jnp.max(tiles, axis=-1), axis=-1)
+    tile = jnp.take_along_axis(tiles, first[:, None, None], axis=1)[:, 0]
+    best = first * _TILE + jnp.argmax(tile, axis=-1)
+    # A row of nothing but -inf or NaN: the host is told by its log-probability, the id stays in range.
+    return jnp.minimum(best, vocab - 1).astype(jnp.int32)
 
 
 def _draw(
