@@ -6,7 +6,7 @@ little more than one. Knows nothing of what is inside a block.
 """
 
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +21,7 @@ from jpaged.models.rope import Rope, rope_angles
 from jpaged.pallas_kernels import AttentionMetadata, KVGroup, paged_attention, write_kv
 
 
+@runtime_checkable
 class Block(Protocol):
     """One layer of a family: attention and MLP with their norms and residuals."""
 
@@ -29,6 +30,7 @@ class Block(Protocol):
     ) -> tuple[Array, KVGroup | None]: ...
 
 
+@runtime_checkable
 class BlockType(Protocol):
     """Builds a block; with `fused`, in the layout that the engine runs."""
 

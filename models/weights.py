@@ -6,7 +6,7 @@ transforms serve the loader and live updates from a training program. Knows noth
 
 import dataclasses
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -44,6 +44,7 @@ _MULTIMODAL: tuple[tuple[str, str | None], ...] = (
 S = TypeVar("S")
 
 
+@runtime_checkable
 class Shaped(Protocol):
     """Anything with a shape and a dtype: an array, or the header of one."""
 
