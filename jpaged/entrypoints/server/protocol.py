@@ -44,7 +44,8 @@ class Body(pydantic.BaseModel):
     """A JSON body: strict types; null means the default."""
 
     model_config = pydantic.ConfigDict(extra="forbid", strict=True)
-    neutral: ClassVar[Mapping[str, tuple[object, ...]]] = {}
+    # None: any other field is refused.
+    neutral: ClassVar[Mapping[str, tuple[object, ...]] | None] = None
 
     @classmethod
     def parse(cls, body: Mapping[str, object]) -> Self:
@@ -121,7 +122,7 @@ class OpenAIBody(Body):
 class CompletionBody(OpenAIBody):
     """POST /v1/completions."""
 
-    neutral: ClassVar[Mapping[str, tuple[object, ...]]] = COMPLETION_NEUTRAL
+    neutral: ClassVar[Mapping[str, tuple[object, ...]] | None] = COMPLETION_NEUTRAL
     prompt: str | Texts | TokenIds | Annotated[list[TokenIds], _First()]
     logprobs: int | None = None
     echo: bool | None = None
@@ -194,7 +195,7 @@ def _part_text(part: Mapping[str, object], where: str) -> str:
 class ChatBody(OpenAIBody):
     """POST /v1/chat/completions."""
 
-    neutral: ClassVar[Mapping[str, tuple[object, ...]]] = CHAT_NEUTRAL
+    neutral: ClassVar[Mapping[str, tuple[object, ...]] | None] = CHAT_NEUTRAL
     messages: Annotated[list[Message], _First()]
     logprobs: bool | None = None
     top_logprobs: int | None = None
