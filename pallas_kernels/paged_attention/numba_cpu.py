@@ -187,10 +187,11 @@ def _make_task(
 
     def make() -> Callable[[int], int]:
         def task(state: int) -> int:
-            scratch = allocate(needed) if digest > 0 else 0
-            if scratch == 0:
-                store_i64(state + FAILED, 1)
-            item = take(state)
+            item, scratch = take(state), 0
+            if item >= 0 and digest > 0:
+                scratch = allocate(needed)
+                if scratch == 0:
+                    store_i64(state + FAILED, 1)
             while item >= 0:
                 if scratch != 0:
                     heads = load_i64(state + KV_HEADS)

@@ -62,6 +62,28 @@ def _finish(
 
 
 @compiled
+def _scores(
+    out: int,
+    query: int,
+    k: int,
+    stride: int,
+    ahead: int,
+    many: bool,
+    keys: int,
+    group: int,
+    dim: int,
+    kind: int,
+    width: int,
+) -> None:
+    """Products of a token's queries with `keys` keys, or with one; the keys' V is fetched meanwhile."""
+    beside, line = dim * (4 if kind == F32 else 2), 4 * KEYS_PER_BLOCK
+    if many:
+        dots(out, line, query, 4 * dim, k, stride, dim, ahead, beside, group, keys, kind, width)
+    else:
+        dots(out, line, query, 4 * dim, k, stride, dim, ahead, beside, group, 1, kind, width)
+
+
+@compiled
 def attend_token(
     state: int,
     scratch: int,
@@ -112,42 +134,13 @@ def attend_token(
             ahead = (following - page) * page_size * stride
             k = pages + (page * page_size + offset) * stride
             i = 0
-            while i + keys <= run:
-                place = scores + 4 * (done + i)
-                dots(
-                    place,
-                    line,
-                    query,
-                    4 * dim,
-                    k + stride * i,
-                    stride,
-                    dim,
-                    ahead,
-                    dim * size,
-                    group,
-                    keys,
-                    kind,
-                    width,
-                )
-                i += keys
             while i < run:
+                many = run - i >= keys
                 place = scores + 4 * (done + i)
-                dots(
-                    place,
-                    line,
-                    query,
-                    4 * dim,
-                    k + stride * i,
-                    stride,
-                    dim,
-                    ahead,
-                    dim * size,
-                    group,
-                    1,
-                    kind,
-                    width,
+                _scores(
+                    place, query, k + stride * i, stride, ahead, many, keys, group, dim, kind, width
                 )
-                i += 1
+                i += keys if many else 1
             done += run
             offset += run
             if offset == page_size:
