@@ -46,7 +46,9 @@ def bench(mode: str, folder: Path) -> dict[str, Any]:
     return report
 
 
-@pytest.mark.parametrize("mode", ["offline", "single", "serve"])
+@pytest.mark.parametrize(
+    "mode", ["offline", pytest.param("single", marks=pytest.mark.full), "serve"]
+)
 def test_a_tiny_workload(mode: str, tmp_path: Path) -> None:
     report = bench(mode, tmp_path)
     assert report["mode"] == mode and report["workload"] == "tiny"

@@ -25,7 +25,6 @@ NAMES = {"smollm2": "smollm2-135m-instruct", "gemma3": "gemma-3-270m"}
 BYTES_PER_TOKEN = 30 * 2 * 3 * 64 * 4
 
 # Between them: chunks of 7, 64 and 2048 tokens, pages of 1, 16 and 64, and pages for a few requests only.
-# What they may hold in common is named once, so that a failure says what it is about.
 SETTINGS: dict[str, dict[str, Any]] = {
     "chunk64-page64": {"max_num_batched_tokens": 64, "page_size": 64},
     "chunk7-page1": {"max_num_batched_tokens": 7, "page_size": 1, "max_num_seqs": 7},
@@ -35,9 +34,10 @@ SETTINGS: dict[str, dict[str, Any]] = {
         "max_model_len": 768,
         "kv_cache_memory_bytes": 1000 * BYTES_PER_TOKEN,
     },
-    "chunk2048-page16": {"max_num_batched_tokens": 2048, "page_size": 16},
     "chunk2048-page1": {"max_num_batched_tokens": 2048, "page_size": 1},
+    "chunk2048-page16": {"max_num_batched_tokens": 2048, "page_size": 16},
 }
+ONLY_FULL = ("chunk2048-page16",)
 
 
 def goldens(name: str) -> dict[str, Any]:
@@ -71,7 +71,13 @@ def by_length(cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return sorted(cases, key=lambda case: len(case["prompt_token_ids"]))
 
 
-@pytest.fixture(scope="module", params=SETTINGS)
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param(name, marks=[pytest.mark.full] if name in ONLY_FULL else [])
+        for name in SETTINGS
+    ],
+)
 def setting(request: pytest.FixtureRequest) -> Iterator[tuple[str, LLM]]:
     with start("smollm2", **SETTINGS[request.param]) as llm:
         yield request.param, llm
@@ -106,7 +112,7 @@ def test_greedy_tokens_alone(setting: tuple[str, LLM]) -> None:
     _, llm = setting
     ordered = by_length(goldens("smollm2")["cases"])
     for case in (ordered[0], ordered[7]):
-        assert_greedy(llm, [case], new_tokens=32)
+        assert_greedy(llm, [case], new_tokens=24)
 
 
 @pytest.mark.full
@@ -140,21 +146,27 @@ def test_logits_at_every_position_of_a_text() -> None:
     np.testing.assert_allclose(following, golden["next_logprobs"], atol=1e-3, rtol=0)
 
 
+def test_gemma_greedy_tokens() -> None:
+    """The shortest prompt, and one that is longer than the window of 512 tokens."""
+    ordered = by_length(goldens("gemma3")["cases"])
+    assert len(ordered[-1]["prompt_token_ids"]) > 512
+    with start("gemma3", max_num_batched_tokens=128, max_num_seqs=2) as llm:
+        assert_greedy(llm, [ordered[0], ordered[-1]], new_tokens=24)
+
+
+@pytest.mark.full
 @pytest.mark.parametrize(
     "settings",
     [
-        {"max_num_batched_tokens": 64, "max_num_seqs": 4},
-        pytest.param(
-            {"max_num_batched_tokens": 512, "max_num_seqs": 4, "page_size": 1},
-            marks=pytest.mark.full,
-        ),
+        {"max_num_batched_tokens": 64, "page_size": 16},
+        {"max_num_batched_tokens": 512, "page_size": 1},
+        {"max_num_batched_tokens": 7, "page_size": 64},
     ],
-    ids=["chunk64", "chunk512-page1"],
+    ids=["chunk64-page16", "chunk512-page1", "chunk7-page64"],
 )
-def test_gemma_greedy_tokens(settings: dict[str, Any]) -> None:
-    """Two of the prompts are longer than the window of 512 tokens."""
+def test_gemma_greedy_tokens_of_all_prompts(settings: dict[str, Any]) -> None:
     cases = goldens("gemma3")["cases"]
-    assert len(by_length(cases)[-1]["prompt_token_ids"]) > 512
-    with start("gemma3", **settings) as llm:
+    with start("gemma3", max_num_seqs=4, **settings) as llm:
         assert_greedy(llm, cases)
-        assert_greedy(llm, by_length(cases)[:1])
+        for case in cases:
+            assert_greedy(llm, [case])
