@@ -17,7 +17,13 @@ import numpy as np
 from jpaged.core.kv_cache_manager import KVCacheManager
 from jpaged.core.step_plan import SampledToken, StepPlan
 from jpaged.models.config import ModelConfig
-from jpaged.models.weights import RunLayout, check_public, flatten_public, public_shapes
+from jpaged.models.weights import (
+    RunLayout,
+    check_public,
+    flatten_public,
+    public_names,
+    public_shapes,
+)
 from jpaged.pallas_kernels import allocate_kv, bytes_per_page
 from jpaged.worker.compile_cache import default_cache_dir
 from jpaged.worker.device import choose_device, choose_dtype, platform_of
@@ -75,8 +81,10 @@ class Worker:
             platform, args.max_num_seqs, args.max_num_batched_tokens
         )
         self._layout = RunLayout.create(config, dtype=self.dtype, platform=platform)
-        self._public = dict(source.shapes())
-        check_public(public_shapes(config, self.dtype), self._cast(self._public))
+        wanted, given = public_shapes(config, self.dtype), public_names(source.shapes())
+        check_public(wanted, self._cast(given))
+        # Without what a checkpoint may bring in excess: an update need not.
+        self._public = {name: spec for name, spec in given.items() if name in wanted}
         # The pool is planned before the weights are read, so that a wrong length costs no wait.
         self.pools = self._plan_pools(args, platform)
         self.max_model_len = self.pools.max_model_len

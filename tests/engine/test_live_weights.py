@@ -110,6 +110,15 @@ def test_weights_that_do_not_fit_are_all_named_and_change_nothing() -> None:
         assert llm.engine.weights_version == 0
 
 
+def test_an_update_may_leave_out_what_the_first_weights_had_in_excess() -> None:
+    """Checkpoints of tied models may bring the head a second time; the module that trains has one."""
+    first = tree(0)
+    first["lm_head.weight"] = jnp.array(first["model.embed_tokens.weight"])
+    with tiny.llm(params=first) as llm:
+        llm.update_params(tree(1))
+        assert tokens(llm) == tiny.greedy(IDS, 8, seed=1)
+
+
 def test_two_engines_live_in_one_process() -> None:
     with tiny.llm(params=tree(0)) as first, tiny.llm(params=tree(1), page_size=8) as second:
         assert tokens(first) == tiny.greedy(IDS, 8, seed=0)
