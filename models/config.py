@@ -151,17 +151,17 @@ class _Reader(Fields):
         given = self.hf.get("layer_types")
         if given is None:
             return natural
-        if len(given) != count or set(given) - {_FULL, _SLIDING}:
+        if not isinstance(given, list) or len(given) != count or set(given) - {_FULL, _SLIDING}:
             raise ModelLoadError(
                 f"config field layer_types is {given!r}; it must hold {_FULL!r} or {_SLIDING!r} "
                 f"for each of the {count} layers"
             )
-        if self.kind in ("llama", "mistral") and list(given) != natural:
+        if self.kind in ("llama", "mistral") and given != natural:
             raise ModelLoadError(
                 f"config field layer_types is {given!r}; a {self.kind} model with this "
                 f"sliding_window has {natural[0]!r} in every layer"
             )
-        return list(given)
+        return given
 
     def natural_layer_types(self, count: int) -> list[str]:
         if self.kind == "gemma3_text":
@@ -176,6 +176,10 @@ class _Reader(Fields):
         if self.kind == "mistral":
             return [_SLIDING] * count
         first = self.hf.get("max_window_layers", 28)
+        if isinstance(first, bool) or not isinstance(first, int) or first < 0:
+            raise ModelLoadError(
+                f"config field max_window_layers is {first!r}; it must be an int, 0 or more"
+            )
         return [_SLIDING if i >= first else _FULL for i in range(count)]
 
     def window(self) -> int | None:

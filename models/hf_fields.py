@@ -28,7 +28,6 @@ _NEUTRAL: dict[str, tuple[object, ...]] = {
     "use_mrope": (None, False),
     "use_bidirectional_attention": (None, False),
     "per_layer_config": (None, {}),
-    "is_decoder": (None, False, True),
     "add_cross_attention": (None, False),
     "is_encoder_decoder": (None, False),
     "pruned_heads": (None, {}),

@@ -132,6 +132,11 @@ def test_mistral_window_is_4096_unless_it_is_null() -> None:
         ({"sliding_window": 8}, "sliding_window"),
         ({"layer_types": [SLIDING, FULL]}, "layer_types"),
         ({"layer_types": [FULL]}, "layer_types"),
+        ({"layer_types": 2}, "layer_types"),
+        (
+            {"model_type": "qwen2", "use_sliding_window": True, "max_window_layers": None},
+            "max_window_layers",
+        ),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
         ({"rope_interleaved": True}, "rope_interleaved"),
         ({"rope_theta": 0}, "rope_theta"),
