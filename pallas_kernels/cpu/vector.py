@@ -107,8 +107,9 @@ def _fold_lanes(builder: Any, value: Any, width: int) -> Any:
     return value
 
 
-def _add_lanes(builder: Any, value: Any, width: int) -> Any:
-    """The sum of a vector's lanes, in the order of `_add_lanes_of_four`."""
+def _add_lanes(builder: Any, values: list[Any], width: int) -> Any:
+    """The sum of the lanes of one vector, in the order of `_add_lanes_of_four`."""
+    value = values[0]
     for distance in (2, 1):
         swapped = [lane ^ distance for lane in range(width)]
         value = builder.fadd(value, _pick(builder, value, value, swapped))
@@ -185,8 +186,47 @@ def _exp(builder: Any, x: Any, width: int) -> Any:
     return builder.select(live, builder.fmul(y, power), _splat(0.0, width))
 
 
-def _is_zero(numba_type: Any) -> bool:
-    return getattr(numba_type, "literal_value", None) == 0
+def _emit_dots(
+    builder: Any,
+    out: Any,
+    out_stride: Any,
+    a: Any,
+    a_stride: Any,
+    b: Any,
+    b_stride: Any,
+    count: Any,
+    ahead: Any,
+    *,
+    tile: tuple[int, int, int, int],
+) -> None:
+    """out[i, j] = sum over k < count of a[i, k] * b[j, k] for a tile (rows of a, of b, b's kind, width).
+
+    With `ahead`, what lies so many bytes after each vector of `b` is fetched into the cache.
+    """
+    m, n, kind, w = tile
+    rows_a = [_offset(builder, a, i, a_stride) for i in range(m)]
+    rows_b = [_offset(builder, b, j, b_stride) for j in range(n)]
+    loop = _Loop(builder, count, w, [_splat(0.0, w)] * (m * n))
+    step_a = builder.mul(loop.index, ir.Constant(_I64, 4))
+    step_b = builder.mul(loop.index, ir.Constant(_I64, 4 if kind == F32 else 2))
+    places_b = [builder.add(row, step_b) for row in rows_b]
+    vectors_b = [_load(builder, place, kind, w) for place in places_b]
+    if ahead is not None:
+        for place in places_b:
+            _prefetch(builder, builder.add(place, ahead))
+    sums = list(loop.values)
+    for i in range(m):
+        vector_a = _load(builder, builder.add(rows_a[i], step_a), F32, w)
+        for j in range(n):
+            sums[i * n + j] = _multiply_add(builder, vector_a, vectors_b[j], sums[i * n + j])
+    sums = loop.close(sums)
+    together = 1 if n % 4 else 4
+    for i in range(m):
+        for j in range(0, n, together):
+            here = sums[i * n + j : i * n + j + together]
+            add = _add_lanes_of_four if together == 4 else _add_lanes
+            place = builder.add(_offset(builder, out, i, out_stride), ir.Constant(_I64, 4 * j))
+            _store(builder, add(builder, here, w), place)
 
 
 @gives_nothing
@@ -200,7 +240,6 @@ def dots(
     b_stride: Any,
     count: Any,
     ahead: Any,
-    beside: Any,
     a_rows: Any,
     b_rows: Any,
     b_kind: Any,
@@ -209,40 +248,78 @@ def dots(
     """out[i, j] = sum over k < count of a[i, k] * b[j, k], for a few rows i of `a` and j of `b`.
 
     `count` is a multiple of the width. Strides are in bytes; `out` and `a` are float32, the numbers of a
-    row of `out` lie side by side. What lies `ahead` and `beside` bytes after each vector of `b` is
-    fetched into the cache, unless 0. The last four are literal.
+    row of `out` lie side by side. What lies `ahead` bytes after each vector of `b` is fetched into the
+    cache. The last four are literal.
     """
     m, n, kind, w = (x.literal_value for x in (a_rows, b_rows, b_kind, width))
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        out, out_stride, a, a_stride, b, b_stride, count, *offsets = args[:9]
-        fetches = [x for x, t in zip(offsets, (ahead, beside), strict=True) if not _is_zero(t)]
-        rows_a = [_offset(builder, a, i, a_stride) for i in range(m)]
-        rows_b = [_offset(builder, b, j, b_stride) for j in range(n)]
-        loop = _Loop(builder, count, w, [_splat(0.0, w)] * (m * n))
-        step_a = builder.mul(loop.index, ir.Constant(_I64, 4))
-        step_b = builder.mul(loop.index, ir.Constant(_I64, 4 if kind == F32 else 2))
-        places_b = [builder.add(row, step_b) for row in rows_b]
-        vectors_b = [_load(builder, place, kind, w) for place in places_b]
-        for place in places_b:
-            for offset in fetches:
-                _prefetch(builder, builder.add(place, offset))
-        sums = list(loop.values)
-        for i in range(m):
-            vector_a = _load(builder, builder.add(rows_a[i], step_a), F32, w)
-            for j in range(n):
-                sums[i * n + j] = _multiply_add(builder, vector_a, vectors_b[j], sums[i * n + j])
-        sums = loop.close(sums)
-        together = 1 if n % 4 else 4
-        for i in range(m):
-            for j in range(0, n, together):
-                here = sums[i * n + j : i * n + j + together]
-                add = _add_lanes_of_four(builder, here, w) if together == 4 else None
-                place = builder.add(_offset(builder, out, i, out_stride), ir.Constant(_I64, 4 * j))
-                _store(builder, add or _add_lanes(builder, here[0], w), place)
+        _emit_dots(builder, *args[:8], tile=(m, n, kind, w))
         return context.get_dummy_value()
 
-    return types.void(*[types.int64] * 9, a_rows, b_rows, b_kind, width), generate
+    return types.void(*[types.int64] * 8, a_rows, b_rows, b_kind, width), generate
+
+
+@gives_nothing
+def dots_with_all(
+    typingctx: Any,
+    out: Any,
+    out_stride: Any,
+    a: Any,
+    a_stride: Any,
+    b: Any,
+    b_stride: Any,
+    b_count: Any,
+    count: Any,
+    ahead: Any,
+    beside: Any,
+    a_rows: Any,
+    b_rows: Any,
+    b_kind: Any,
+    width: Any,
+) -> Any:
+    """As `dots`, for any number `b_count` of short rows of `b`, taken `b_rows` at once while they last.
+
+    What lies `ahead` and `beside` bytes after each row of `b` is fetched into the cache.
+    """
+    m, n, kind, w = (x.literal_value for x in (a_rows, b_rows, b_kind, width))
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        out, out_stride, a, a_stride, b, b_stride, b_count, count, ahead, beside = args[:10]
+        size = builder.mul(count, ir.Constant(_I64, 4 if kind == F32 else 2))
+
+        def take(first: Any, number: Any, at_once: int) -> None:
+            loop = _Loop(builder, number, at_once, [])
+            index = builder.add(first, loop.index)
+            here = builder.add(b, builder.mul(index, b_stride))
+            for j in range(at_once):
+                row = _offset(builder, here, j, b_stride)
+                lines = _Loop(builder, size, 64, [])
+                for offset in (ahead, beside):
+                    _prefetch(builder, builder.add(builder.add(row, offset), lines.index))
+                lines.close([])
+            place = builder.add(out, builder.mul(index, ir.Constant(_I64, 4)))
+            _emit_dots(
+                builder,
+                place,
+                out_stride,
+                a,
+                a_stride,
+                here,
+                b_stride,
+                count,
+                None,
+                tile=(m, at_once, kind, w),
+            )
+            loop.close([])
+
+        rest = builder.srem(b_count, ir.Constant(_I64, n))
+        whole = builder.sub(b_count, rest)
+        take(ir.Constant(_I64, 0), whole, n)
+        take(whole, rest, 1)
+        return context.get_dummy_value()
+
+    return types.void(*[types.int64] * 10, a_rows, b_rows, b_kind, width), generate
 
 
 @gives_nothing
@@ -434,7 +511,7 @@ def soften_row(
         factor = builder.extract_element(factor, first)
         before = builder.fmul(number(total), factor)
         _store(builder, builder.extract_element(new, first), top)
-        _store(builder, builder.fadd(before, _add_lanes(builder, sums, w)), total)
+        _store(builder, builder.fadd(before, _add_lanes(builder, [sums], w)), total)
         _store(builder, factor, kept)
         return context.get_dummy_value()
 

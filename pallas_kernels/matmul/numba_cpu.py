@@ -58,7 +58,6 @@ def _column(
         size * inputs,
         inputs,
         _AHEAD * size * inputs,
-        0,
         rows,
         outputs,
         kind,

@@ -10,7 +10,16 @@ All numbers it needs lie in the state of a call; who fills it and who takes whic
 
 from ..cpu.memory import load_f32, load_i32, load_i64, store_f32, zero_bytes
 from ..cpu.runtime import OP, compiled
-from ..cpu.vector import F32, accumulate, cap_scores, dots, scale_rows, soften, soften_row, widen
+from ..cpu.vector import (
+    F32,
+    accumulate,
+    cap_scores,
+    dots_with_all,
+    scale_rows,
+    soften,
+    soften_row,
+    widen,
+)
 
 KEYS_PER_BLOCK = 64  # keys whose scores are held at once
 _LOWEST, _MASKED = -1e30, -3e38  # exp(_MASKED - _LOWEST) is 0 also before any key was seen
@@ -59,28 +68,6 @@ def _finish(
         out = load_i64(state + OUT) + 4 * dim * place
         for d in range(dim):
             store_f32(out + 4 * d, load_f32(sums + 4 * (c * dim + d)) * factor)
-
-
-@compiled
-def _scores(
-    out: int,
-    query: int,
-    k: int,
-    stride: int,
-    ahead: int,
-    many: bool,
-    keys: int,
-    group: int,
-    dim: int,
-    kind: int,
-    width: int,
-) -> None:
-    """Products of a token's queries with `keys` keys, or with one; the keys' V is fetched meanwhile."""
-    beside, line = dim * (4 if kind == F32 else 2), 4 * KEYS_PER_BLOCK
-    if many:
-        dots(out, line, query, 4 * dim, k, stride, dim, ahead, beside, group, keys, kind, width)
-    else:
-        dots(out, line, query, 4 * dim, k, stride, dim, ahead, beside, group, 1, kind, width)
 
 
 @compiled
@@ -133,14 +120,22 @@ def attend_token(
             following = _page(state, row, min(entry + pages_ahead, last_entry))
             ahead = (following - page) * page_size * stride
             k = pages + (page * page_size + offset) * stride
-            i = 0
-            while i < run:
-                many = run - i >= keys
-                place = scores + 4 * (done + i)
-                _scores(
-                    place, query, k + stride * i, stride, ahead, many, keys, group, dim, kind, width
-                )
-                i += keys if many else 1
+            dots_with_all(
+                scores + 4 * done,
+                line,
+                query,
+                4 * dim,
+                k,
+                stride,
+                run,
+                dim,
+                ahead,
+                dim * size,
+                group,
+                keys,
+                kind,
+                width,
+            )
             done += run
             offset += run
             if offset == page_size:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import threading
+import time
 from typing import Any
 
 import jax
@@ -23,7 +24,9 @@ def _step(implementation: str) -> Any:
     @jax.jit
     def layer(q: Any, kv: KVGroup, index: Any, metadata: Any) -> tuple[Any, KVGroup]:
         kv = write_kv(kv, index, q[:, :2], q[:, 1:3], metadata.slots, implementation=implementation)
-        attended = paged_attention(q, kv, index, metadata, scale=0.02, implementation=implementation)
+        attended = paged_attention(
+            q, kv, index, metadata, scale=0.02, implementation=implementation
+        )
         return q + attended, kv
 
     def step(q: Any, kv: KVGroup, metadata: Any) -> tuple[Any, KVGroup]:
@@ -144,3 +147,21 @@ def test_two_threads_at_once() -> None:
     assert len(results) == 60
     for result in results:
         np.testing.assert_array_equal(result, expected)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_a_wide_table_costs_nothing(implementation: str) -> None:
+    q, kv, metadata = Case([(128, 1)] * 64, heads=9, kv_heads=3, head_dim=64).build()
+    attend = jax.jit(paged_attention, static_argnames=("scale", "implementation"))
+    best = {}
+    for _ in range(25):
+        for tokens in (512, 8192):
+            width = tokens // kv.page_size - metadata.page_table.shape[1]
+            table = jnp.pad(metadata.page_table, ((0, 0), (0, width)))
+            one = dataclasses.replace(metadata, page_table=table)
+            jax.block_until_ready(one)
+            start = time.perf_counter()
+            got = attend(q, kv, 1, one, scale=0.2, implementation=implementation)
+            jax.block_until_ready(got)
+            best[tokens] = min(best.get(tokens, 1e9), time.perf_counter() - start)
+    assert best[8192] <= 1.2 * best[512]
