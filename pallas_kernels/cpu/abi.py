@@ -5,7 +5,7 @@ The header that ships with jaxlib says whether they hold.
 """
 
 import functools
-import importlib.util
+import importlib
 import logging
 import os
 import re
@@ -124,8 +124,10 @@ def _obstacles() -> list[str]:
     """Why numba kernels cannot run in this process; empty if they can."""
     if os.name != "posix" or sys.maxsize < 2**32 or sys.byteorder != "little":
         return ["they need a 64-bit little-endian POSIX system"]
-    if importlib.util.find_spec("numba") is None:
-        return ["numba is not installed"]
+    try:
+        importlib.import_module("numba")
+    except ImportError as error:  # not installed, or not made for this numpy
+        return [f"numba cannot be imported ({error})"]
     path = Path(jax.ffi.include_dir()) / "xla" / "ffi" / "api" / "c_api.h"
     try:
         return differences(path.read_text())

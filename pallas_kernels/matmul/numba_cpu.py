@@ -149,8 +149,9 @@ def _make_handler(kind: int, digest: int) -> Callable[[str], Callable[[int], int
 
 def prepare(dtype: str) -> str:
     """Compiles and registers the kernel for a weight's dtype; returns its FFI name."""
-    kind, digest, name = KINDS[dtype], source_digest(__file__), f"jpaged_matmul_{dtype}"
-    ensure_registered(name, _make_task(kind, host_width(), digest), _make_handler(kind, digest))
+    kind, width, digest = KINDS[dtype], host_width(), source_digest(__file__)
+    name = f"jpaged_matmul_{dtype}_{width}"
+    ensure_registered(name, _make_task(kind, width, digest), _make_handler(kind, digest))
     return name
 
 

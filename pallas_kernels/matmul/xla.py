@@ -16,10 +16,13 @@ def product(
     rows = x.shape[0]
     if platform == "cpu" and dtype.itemsize == 2 and 0 < rows < _FEWEST_ROWS_16_BIT:
         x = jnp.pad(x, ((0, _FEWEST_ROWS_16_BIT - rows), (0, 0)))
+    # Accelerators would multiply float32 in fewer bits by default.
+    precision = jax.lax.Precision.HIGHEST if dtype == jnp.float32 else None
     out = jax.lax.dot_general(
         x.astype(dtype),
         w.astype(dtype),
         (((1,), (1,)), ((), ())),
+        precision=precision,
         preferred_element_type=jnp.float32,
     )
     return out[:rows]

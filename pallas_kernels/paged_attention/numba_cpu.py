@@ -285,7 +285,7 @@ def prepare(dtype: str, heads: int, kv_heads: int, head_dim: int) -> str:
         source_digest(__file__, numba_tiles.__file__),
     )
     kind = KINDS[dtype]
-    name = f"jpaged_attention_{dtype}_{group}_{head_dim}"
+    name = f"jpaged_attention_{dtype}_{group}_{head_dim}_{width}"
     ensure_registered(
         name,
         _make_task(kind, group, head_dim, width, digest),

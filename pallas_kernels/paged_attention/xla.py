@@ -69,6 +69,8 @@ def attend(
     compute = jnp.promote_types(q.dtype, kv.dtype) if kv.scales is None else jnp.float32
     if compute == jnp.float16:
         compute = jnp.dtype(jnp.float32)
+    # Accelerators would multiply float32 in fewer bits by default.
+    precision = jax.lax.Precision.HIGHEST if compute == jnp.float32 else None
     sink_logits = None if sinks is None else sinks.astype(jnp.float32).reshape(kv_heads, -1)
 
     def load(rows: Array, index: Array, lo: Array, hi: Array) -> Array:
@@ -117,7 +119,11 @@ def attend(
                 values = load(rows, index, lo, hi)
                 k, v = values[:, :, 0::2], values[:, :, 1::2]
                 scores = scale * jnp.einsum(
-                    "nqkgd,nskd->nkqgs", grouped, k, preferred_element_type=jnp.float32
+                    "nqkgd,nskd->nkqgs",
+                    grouped,
+                    k,
+                    precision=precision,
+                    preferred_element_type=jnp.float32,
                 )
                 if soft_cap is not None:
                     scores = soft_cap * jnp.tanh(scores / soft_cap)
@@ -134,6 +140,7 @@ def attend(
                     "nkqgs,nskd->nkqgd",
                     weights.astype(compute),
                     v,
+                    precision=precision,
                     preferred_element_type=jnp.float32,
                 )
                 return new_top, total, acc * kept[..., None] + added

@@ -1,6 +1,7 @@
 """What CPU kernels rest on: the FFI's layout, the fall-back without it, and numba's cache."""
 
 import logging
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,8 +14,9 @@ import pytest
 from jpaged.pallas_kernels import matmul, paged_attention
 from jpaged.pallas_kernels.cpu import abi, runtime
 from jpaged.pallas_kernels.matmul import numba_cpu
+from jpaged.pallas_kernels.paged_attention import numba_cpu as attention_cpu
 
-from .cases import Case
+from .cases import Case, tolerance
 
 
 @pytest.fixture
@@ -80,6 +82,29 @@ def test_a_kernel_compiles_where_nothing_can_be_cached(monkeypatch: pytest.Monke
     np.testing.assert_array_equal(
         call(jnp.ones((1, 16)), jnp.ones((8, 16))), jnp.full((1, 8), 16.0)
     )
+
+
+@pytest.mark.parametrize("width", [8, 16])
+def test_kernels_are_right_for_every_register_width(
+    monkeypatch: pytest.MonkeyPatch, width: int
+) -> None:
+    for module in (attention_cpu, numba_cpu):
+        monkeypatch.setattr(module, "host_width", lambda: width)
+    case = Case([(200, 1), (90, 50), (33, 33)], heads=9, kv_heads=3, head_dim=64)
+    q, kv, metadata = case.build()
+    options = {"scale": 0.1, "window": 60, "soft_cap": 4.0}
+    expected = paged_attention(q, kv, 1, metadata, implementation="reference", **options)
+    got = paged_attention(q, kv, 1, metadata, implementation="numba", **options)
+    np.testing.assert_allclose(got, expected, rtol=0, atol=tolerance(expected, "float32"))
+    x = jnp.asarray(np.random.default_rng(0).standard_normal((7, 48)), jnp.float32)
+    w = jnp.asarray(np.random.default_rng(1).standard_normal((21, 48)), jnp.float32)
+    product = matmul(x, w, implementation="reference")
+    np.testing.assert_allclose(matmul(x, w, implementation="numba"), product, rtol=1e-5, atol=1e-5)
+
+
+def test_without_numba_the_reason_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "numba", None)
+    assert "numba cannot be imported" in abi._obstacles()[0]
 
 
 def test_the_digest_follows_every_file(tmp_path: Path) -> None:
