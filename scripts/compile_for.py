@@ -1,7 +1,8 @@
 """Compiles an engine's steps for a chip that is not there, and says what memory they would take.
 
     python scripts/compile_for.py "tpu v5e:2x2" "gpu NVIDIA H200 141GB HBM3e"
-    python scripts/compile_for.py --config folder/config.json "tpu v6e:2x2"
+    python scripts/compile_for.py --model qwen3-0.6b "tpu v5e:2x2"
+    python scripts/compile_for.py --model folder/config.json "tpu v6e:2x2"
 
 Needs the `aot` extra, with the CUDA plugin in the version of the installed jaxlib. Proves that XLA lowers and
 compiles forward and sample for the chip and that the page pool is written in place; it runs nothing.
@@ -33,19 +34,36 @@ from jpaged.pallas_kernels import allocate_kv
 from jpaged.worker.step_input import StepShape
 from jpaged.worker.step_program import empty_rows, make_forward, make_sample
 
-SMOLLM2 = {
-    "model_type": "llama",
-    "vocab_size": 49152,
-    "hidden_size": 576,
-    "intermediate_size": 1536,
-    "num_hidden_layers": 30,
-    "num_attention_heads": 9,
-    "num_key_value_heads": 3,
-    "max_position_embeddings": 8192,
-    "rms_norm_eps": 1e-5,
-    "rope_theta": 100000.0,
-    "hidden_act": "silu",
-    "tie_word_embeddings": True,
+PRESETS = {
+    "smollm2-135m": {
+        "model_type": "llama",
+        "vocab_size": 49152,
+        "hidden_size": 576,
+        "intermediate_size": 1536,
+        "num_hidden_layers": 30,
+        "num_attention_heads": 9,
+        "num_key_value_heads": 3,
+        "max_position_embeddings": 8192,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 100000.0,
+        "hidden_act": "silu",
+        "tie_word_embeddings": True,
+    },
+    "qwen3-0.6b": {
+        "model_type": "qwen3",
+        "vocab_size": 151936,
+        "hidden_size": 1024,
+        "intermediate_size": 3072,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "max_position_embeddings": 40960,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 1000000.0,
+        "hidden_act": "silu",
+        "tie_word_embeddings": True,
+    },
 }
 ROWS, LENGTH, PAGE_SIZE, PAGES = 64, 4096, 16, 4097
 
@@ -144,11 +162,15 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
     parser.add_argument("targets", nargs="+", metavar="TARGET", help="'tpu TOPOLOGY' or 'gpu NAME'")
-    parser.add_argument("--config", type=pathlib.Path, help="config.json; left out: SmolLM2-135M")
+    parser.add_argument(
+        "--model",
+        default="smollm2-135m",
+        help=f"{', '.join(PRESETS)}, or the path of a config.json",
+    )
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--tokens", type=int, nargs="+", default=[ROWS, 2048], help="step sizes")
     args = parser.parse_args()
-    given = SMOLLM2 if args.config is None else json.loads(args.config.read_text())
+    given = PRESETS.get(args.model) or json.loads(pathlib.Path(args.model).read_text())
     config = ModelConfig.from_hf(given)
     for target in args.targets:
         compile_for(target, config, args.dtype, args.tokens)
