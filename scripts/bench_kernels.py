@@ -1,4 +1,4 @@
-"""Measures the CPU kernels of this machine: decode bandwidth, chunks, table width, products, writes.
+"""Measures the CPU kernels of this machine: decode bandwidth, chunks, table width, products.
 
 Everything is measured in one sitting, in rounds that alternate between the things compared, and the best
 round counts, so that a ratio holds on a machine that does other work too. Prints text, and JSON with
@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jpaged.pallas_kernels import AttentionMetadata, KVGroup, allocate_kv, matmul, write_kv
+from jpaged.pallas_kernels import AttentionMetadata, KVGroup, allocate_kv, matmul
 from jpaged.pallas_kernels import paged_attention as attend
 
 HEADS, KV_HEADS, HEAD_DIM, PAGE_SIZE = 9, 3, 64, 16
@@ -111,20 +111,6 @@ def copy_run() -> tuple[Run, int]:
     return run, 2 * arrays[0].nbytes
 
 
-def write_run(implementation: str, dtype: str, slots: jax.Array) -> Run:
-    """The write of one token for each slot into a donated pool of 100 MB."""
-    size = 2 * KV_HEADS * HEAD_DIM * PAGE_SIZE * jnp.dtype(dtype).itemsize
-    pools = [allocate_kv(1, 10**8 // size, PAGE_SIZE, KV_HEADS, HEAD_DIM, dtype=dtype)]
-    call = jax.jit(write_kv, donate_argnums=0, static_argnames="implementation")
-    k = jnp.ones((len(slots), KV_HEADS, HEAD_DIM), dtype)
-
-    def run() -> object:
-        pools[0] = call(pools[0], 0, k, k, slots, implementation=implementation)
-        return pools[0].pages
-
-    return run
-
-
 def matmul_run(implementation: str, x: jax.Array, w: jax.Array) -> Run:
     """A product of one implementation."""
     call = jax.jit(lambda x, w: matmul(x, w, implementation=implementation, out_dtype="float32"))
@@ -169,13 +155,6 @@ def bench_attention(dtype: str, *, with_xla: bool) -> dict[str, object]:
     return report
 
 
-def bench_write(dtype: str) -> dict[str, object]:
-    """The write of 256 tokens into slots all over the pool."""
-    slots = jnp.arange(256, dtype=jnp.int32) * 37 + PAGE_SIZE
-    times = best_ms({name: write_run(name, dtype, slots) for name in ("numba", "xla")})
-    return {f"{name}, write 256 tokens": {"ms": ms} for name, ms in times.items()}
-
-
 def bench_matmul(dtype: str) -> dict[str, object]:
     """Products of few rows with weights of SmolLM2-135M's shapes."""
     rng = np.random.default_rng(0)
@@ -197,7 +176,7 @@ def bench_matmul(dtype: str) -> dict[str, object]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--dtype", nargs="+", default=["float32", "bfloat16"])
-    parser.add_argument("--only", nargs="+", default=["attention", "write", "matmul"])
+    parser.add_argument("--only", nargs="+", default=["attention", "matmul"])
     parser.add_argument("--no-xla", action="store_true", help="skip XLA's attention, which is slow")
     parser.add_argument("--json", type=Path)
     given = parser.parse_args()
@@ -207,7 +186,6 @@ def main() -> None:
     }
     benches: dict[str, Callable[[str], dict[str, object]]] = {
         "attention": lambda dtype: bench_attention(dtype, with_xla=not given.no_xla),
-        "write": bench_write,
         "matmul": bench_matmul,
     }
     for dtype in given.dtype:
