@@ -127,7 +127,7 @@ def summary(requests: list[dict[str, Any]], timings: list[Timing], wall: float) 
     prompt = sum(len(request["prompt"]) for request in requests)
     per_token = [(t.finished - t.first_token) / (t.tokens - 1) for t in timings if t.tokens > 1]
     return {
-        "wall_s": round(wall, 3),
+        "wall_s": round(wall, 5),
         "output_tok_s": round(out / wall, 2),
         "total_tok_s": round((out + prompt) / wall, 2),
         "ttft_mean_s": round(statistics.mean(t.first_token for t in timings), 4),
