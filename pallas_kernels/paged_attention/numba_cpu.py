@@ -49,6 +49,7 @@ from . import numba_tiles
 from .metadata import AttentionMetadata
 from .numba_tiles import (
     CAP,
+    HEADS_AT_ONCE,
     KEYS_PER_BLOCK,
     KV_HEADS,
     LENS,
@@ -71,6 +72,7 @@ from .numba_tiles import (
 
 _CHUNK_COLUMNS = 96  # query vectors that share a block of widened keys
 _FEWEST_COLUMNS = 8  # with fewer query vectors a token's keys are read where they lie
+_MANY_TILES = 8
 _SMALL = 1 << 15  # multiply-adds below which help costs more than it brings
 
 
@@ -154,6 +156,8 @@ def _prepare(frame: int, state: int, tile_tokens: int, chunk_tile: int, size: in
             store_i32(tiles + 8 * count, row)
             store_i32(tiles + 8 * count + 4, first)
             count += 1
+    # With rows enough for every thread the heads of a row stay together.
+    store_i64(state + HEADS_AT_ONCE, dimension(pages, 3) // 2 if count >= _MANY_TILES else 1)
     return count
 
 
@@ -183,36 +187,39 @@ def _make_task(
         n for n in (4, 3, 2, 1) if vectors % n == 0 and (n == 1 or group * n < registers - 2)
     )
     near = group < _FEWEST_COLUMNS
-    needed = 4 * (most * (3 + KEYS_PER_BLOCK + 2 * dim) + 2 * KEYS_PER_BLOCK * dim + 3 * width)
+    chunk_scratch = 4 * (most * (3 + KEYS_PER_BLOCK + 2 * dim) + 2 * KEYS_PER_BLOCK * dim)
+    token_scratch, head_scratch = 4 * group * KEYS_PER_BLOCK, 4 * group * (3 + 2 * dim)
 
     def make() -> Callable[[int], int]:
         def task(state: int) -> int:
-            item, scratch = take(state), 0
+            item, scratch, heads = take(state), 0, load_i64(state + KV_HEADS)
             if item >= 0 and digest > 0:
-                scratch = allocate(needed)
+                scratch = allocate(max(chunk_scratch, token_scratch + heads * head_scratch))
                 if scratch == 0:
                     store_i64(state + FAILED, 1)
             while item >= 0:
                 if scratch != 0:
-                    heads = load_i64(state + KV_HEADS)
                     tile = load_i64(state + TILES) + 8 * (item // heads)
                     row, token, head = load_i32(tile), load_i32(tile + 4), item % heads
                     starts = load_i64(state + STARTS) + 4 * row
                     tokens = min(tile_tokens, load_i32(starts + 4) - token)
+                    at_once = load_i64(state + HEADS_AT_ONCE)
                     if near and load_i32(starts + 4) - load_i32(starts) == 1:
-                        attend_token(
-                            state,
-                            scratch,
-                            row,
-                            token,
-                            head,
-                            kind,
-                            group,
-                            dim,
-                            width,
-                            near_keys,
-                            near_values,
-                        )
+                        if head % at_once == 0:
+                            attend_token(
+                                state,
+                                scratch,
+                                row,
+                                token,
+                                head,
+                                min(at_once, heads - head),
+                                kind,
+                                group,
+                                dim,
+                                width,
+                                near_keys,
+                                near_values,
+                            )
                     else:
                         attend_chunk(
                             state,

@@ -22,13 +22,14 @@ from ..cpu.vector import (
 )
 
 KEYS_PER_BLOCK = 64  # keys whose scores are held at once
+_KEYS_AHEAD = 32  # K is fetched into the cache so many keys before its use
 _LOWEST, _MASKED = -1e30, -3e38  # exp(_MASKED - _LOWEST) is 0 also before any key was seen
 
 # Where the words of a call's state lie: addresses, then numbers.
 Q, PAGES, TABLE, LENS, STARTS, SCALES, SINKS, OUT, TILES = (OP + 8 * i for i in range(9))
 KV_HEADS, TABLE_WIDTH, PAGE_SIZE, WINDOW = (OP + 72 + 8 * i for i in range(4))
-SCALE, CAP = OP + 104, OP + 108
-STATE_SIZE = 112
+SCALE, CAP, HEADS_AT_ONCE = OP + 104, OP + 108, OP + 112
+STATE_SIZE = 120
 
 
 @compiled
@@ -77,6 +78,7 @@ def attend_token(
     row: int,
     token: int,
     head: int,
+    num_heads: int,
     kind: int,
     group: int,
     dim: int,
@@ -84,98 +86,105 @@ def attend_token(
     keys: int,
     values: int,
 ) -> None:
-    """Attention of one token at its row's last position, one kv head."""
+    """Attention of one token at its row's last position, for `num_heads` kv heads from `head` on.
+
+    `keys` keys are multiplied at once, with `values` registers of V. Heads take turns at each block of keys,
+    so that a page is read in one go; what is computed for one does not depend on the others.
+    """
     size = 4 if kind == F32 else 2
     heads, page_size = load_i64(state + KV_HEADS), load_i64(state + PAGE_SIZE)
     stride = 2 * heads * dim * size
     end = load_i32(load_i64(state + LENS) + 4 * row)
     window, cap = load_i64(state + WINDOW), load_f32(state + CAP)
-    top, total, kept = scratch, scratch + 4 * width, scratch + 8 * width
-    scores = scratch + 12 * width
+    columns = num_heads * group
+    top, total, kept = scratch, scratch + 4 * columns, scratch + 8 * columns
+    scores = scratch + 12 * columns
     line = 4 * KEYS_PER_BLOCK
     query = scores + line * group
-    sums = query + 4 * group * dim
+    sums = query + 4 * columns * dim
 
-    factor = load_f32(state + SCALE) * load_f32(load_i64(state + SCALES) + 8 * head)
     source = load_i64(state + Q) + 4 * dim * (token * heads + head) * group
-    for d in range(group * dim):
-        store_f32(query + 4 * d, load_f32(source + 4 * d) * factor)
-    zero_bytes(sums, 4 * group * dim)
-    _start(top, total, state, head, group, group)
+    for h in range(num_heads):
+        factor = load_f32(state + SCALE) * load_f32(load_i64(state + SCALES) + 8 * (head + h))
+        for d in range(h * group * dim, (h + 1) * group * dim):
+            store_f32(query + 4 * d, load_f32(source + 4 * d) * factor)
+        _start(top + 4 * h * group, total + 4 * h * group, state, head + h, group, group)
+    zero_bytes(sums, 4 * columns * dim)
 
     position = max(0, end - window) if window > 0 else 0
-    entry = position // page_size
-    offset = position - entry * page_size
-    pages = load_i64(state + PAGES) + head * 2 * dim * size
-    last_entry, pages_ahead = (end - 1) // page_size, (15 + page_size) // page_size
+    next_entry = position // page_size
+    next_offset = position - next_entry * page_size
+    last_entry, pages_ahead = (end - 1) // page_size, (_KEYS_AHEAD - 1 + page_size) // page_size
     while position < end:
         count = min(KEYS_PER_BLOCK, end - position)
         padded = (count + width - 1) // width * width
-        first_entry, first_offset = entry, offset
-        done = 0
-        while done < count:
-            run = min(page_size - offset, count - done)
-            page = _page(state, row, entry)
-            # K of a page to come, while this one's V is fetched for the sums after this block.
-            following = _page(state, row, min(entry + pages_ahead, last_entry))
-            ahead = (following - page) * page_size * stride
-            k = pages + (page * page_size + offset) * stride
-            dots_with_all(
-                scores + 4 * done,
-                line,
-                query,
-                4 * dim,
-                k,
-                stride,
-                run,
-                dim,
-                ahead,
-                dim * size,
-                group,
-                keys,
-                kind,
-                width,
-            )
-            done += run
-            offset += run
-            if offset == page_size:
-                entry, offset = entry + 1, 0
-        for g in range(group):
-            here = scores + line * g
-            if cap > 0:
-                cap_scores(here, padded, cap, width)
-            for t in range(count, padded):
-                store_f32(here + 4 * t, _MASKED)
-            soften_row(here, padded, top + 4 * g, total + 4 * g, kept + 4 * g, width)
-            factor = load_f32(kept + 4 * g)
-            if factor != 1.0:
-                scale_rows(sums + 4 * dim * g, dim, factor, width)
-        entry, offset = first_entry, first_offset
-        done = 0
-        while done < count:
-            run = min(page_size - offset, count - done)
-            v = pages + (_page(state, row, entry) * page_size + offset) * stride + dim * size
-            for d in range(0, dim, values * width):
-                accumulate(
-                    sums + 4 * d,
-                    4 * dim,
+        first_entry, first_offset = next_entry, next_offset
+        for h in range(num_heads):
+            pages = load_i64(state + PAGES) + (head + h) * 2 * dim * size
+            entry, offset, done = first_entry, first_offset, 0
+            while done < count:
+                run = min(page_size - offset, count - done)
+                page = _page(state, row, entry)
+                # K of a page to come, while this one's V is fetched for the sums after this block.
+                following = _page(state, row, min(entry + pages_ahead, last_entry))
+                dots_with_all(
                     scores + 4 * done,
                     line,
-                    4,
-                    v + size * d,
+                    query + 4 * h * group * dim,
+                    4 * dim,
+                    pages + (page * page_size + offset) * stride,
                     stride,
                     run,
+                    dim,
+                    (following - page) * page_size * stride,
+                    dim * size,
                     group,
-                    values,
+                    keys,
                     kind,
                     width,
                 )
-            done += run
-            offset += run
-            if offset == page_size:
-                entry, offset = entry + 1, 0
+                done += run
+                offset += run
+                if offset == page_size:
+                    entry, offset = entry + 1, 0
+            next_entry, next_offset = entry, offset
+            for g in range(group):
+                here, place = scores + line * g, 4 * (h * group + g)
+                if cap > 0:
+                    cap_scores(here, padded, cap, width)
+                for t in range(count, padded):
+                    store_f32(here + 4 * t, _MASKED)
+                soften_row(here, padded, top + place, total + place, kept + place, width)
+                factor = load_f32(kept + place)
+                if factor != 1.0:
+                    scale_rows(sums + dim * place, dim, factor, width)
+            entry, offset, done = first_entry, first_offset, 0
+            while done < count:
+                run = min(page_size - offset, count - done)
+                v = pages + (_page(state, row, entry) * page_size + offset) * stride + dim * size
+                for d in range(0, dim, values * width):
+                    accumulate(
+                        sums + 4 * (h * group * dim + d),
+                        4 * dim,
+                        scores + 4 * done,
+                        line,
+                        4,
+                        v + size * d,
+                        stride,
+                        run,
+                        group,
+                        values,
+                        kind,
+                        width,
+                    )
+                done += run
+                offset += run
+                if offset == page_size:
+                    entry, offset = entry + 1, 0
         position += count
-    _finish(state, sums, total, token, head, group, group, dim)
+    for h in range(num_heads):
+        place = 4 * h * group
+        _finish(state, sums + dim * place, total + place, token, head + h, group, group, dim)
 
 
 @compiled
