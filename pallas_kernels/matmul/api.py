@@ -51,7 +51,9 @@ def matmul(
         platform,
         IMPLEMENTATIONS,
         numba_obstacle=lambda: _numba_obstacle(w),
-        prefer_numba=0 < num_rows <= _most_numba_rows(w.dtype.name),
+        prefer_numba=platform == "cpu"
+        and cpu_kernels_usable()
+        and 0 < num_rows <= _most_numba_rows(w.dtype.name),
     )
     rows = x.reshape(num_rows, x.shape[-1])
     if implementation == "reference":
@@ -81,13 +83,13 @@ def _most_numba_rows(dtype: str) -> int:
     One pass over the weight at the memory's rate wins while the product is bound by memory; where the
     machine multiplies bf16 itself, XLA's bf16 product catches up with few rows.
     """
-    if dtype == "bfloat16" and cpu_kernels_usable():
-        import llvmlite.binding
+    import llvmlite.binding
 
-        features = llvmlite.binding.get_host_cpu_features()
-        if features.get("avx512bf16", False) or features.get("amx-bf16", False):
-            return 4
-    return 8
+    features = llvmlite.binding.get_host_cpu_features()
+    multiplies_bf16 = features.get("avx512bf16", False) or features.get("amx-bf16", False)
+    if dtype == "bfloat16" and multiplies_bf16:
+        return 4
+    return 16 if dtype == "float32" and features.get("avx512f", False) else 8
 
 
 def _reference(
