@@ -71,8 +71,8 @@ def _numba_obstacle(w: Array) -> str | None:
     """Why the numba kernel cannot read this weight; None if it can."""
     if w.dtype.name not in ("float32", "bfloat16", "float16"):
         return f"w has dtype {w.dtype}, it reads float32, bfloat16, float16"
-    if w.shape[1] % 16:
-        return f"inputs={w.shape[1]} is not a multiple of 16"
+    if w.shape[1] % 16 or 0 in w.shape:
+        return f"inputs={w.shape[1]} is not a multiple of 16, or there are no outputs"
     return None
 
 
