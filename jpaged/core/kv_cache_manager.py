@@ -111,9 +111,7 @@ class KVCacheManager:
         The next query is at position num_computed and attends to positions > num_computed - window.
         """
         passed = self._passed[sequence]
-        for group, (spec, table) in enumerate(
-            zip(self.specs, self._tables[sequence], strict=True)
-        ):
+        for group, (spec, table) in enumerate(zip(self.specs, self._tables[sequence], strict=True)):
             if spec.window is None:
                 continue
             first_live = max(0, num_computed - spec.window + 1) // self.page_size
@@ -126,9 +124,7 @@ class KVCacheManager:
     def release(self, sequence: int) -> None:
         """Returns every page of a sequence and forgets its table."""
         passed = self._passed.pop(sequence)
-        for pool, table, first in zip(
-            self._pools, self._tables.pop(sequence), passed, strict=True
-        ):
+        for pool, table, first in zip(self._pools, self._tables.pop(sequence), passed, strict=True):
             pool.release(table[first:])
 
     def table(self, sequence: int, group: int) -> list[int]:
@@ -148,7 +144,9 @@ class KVCacheManager:
                 owners.update(tables[group][first:])
             pool.check(dict(owners))
         if lengths is not None:
-            assert lengths.keys() == self._tables.keys(), "open tables are not the running sequences"
+            assert lengths.keys() == self._tables.keys(), (
+                "open tables are not the running sequences"
+            )
             for sequence, tokens in lengths.items():
                 for table in self._tables[sequence]:
                     assert len(table) == pages_for(tokens, self.page_size), (

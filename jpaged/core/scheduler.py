@@ -199,9 +199,7 @@ class Scheduler:
         request.row = -1
         request.last_token_on_device = False
 
-    def _end(
-        self, request: Request, reason: FinishReason, stop_reason: int | str | None
-    ) -> None:
+    def _end(self, request: Request, reason: FinishReason, stop_reason: int | str | None) -> None:
         if request.status is RequestStatus.RUNNING:
             self._leave(request)
         request.status = RequestStatus.FINISHED
