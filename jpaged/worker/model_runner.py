@@ -77,7 +77,6 @@ class ModelRunner:
 
         `cache` is a folder for compiled programs, None for none.
         """
-        # The largest first: it takes longest.
         buckets = sorted(self._shapes, reverse=True)
         with (
             compilation_cache_at(cache),
@@ -88,12 +87,13 @@ class ModelRunner:
                 disable=not progress,
             ) as bar,
         ):
-            # Lowering holds the interpreter; each program compiles while the next one is lowered.
-            forwards = {size: pool.submit(self._lower_forward(size).compile) for size in buckets}
+            # Lowering holds the interpreter; programs that are lowered compile meanwhile. Samples go
+            # first, because lowering the first forward is where the CPU's kernels are compiled.
             samples = {
                 size: pool.submit(self._lower_sample(size).compile) for size in self._sample_buckets
             }
-            for futures, programs in ((forwards, self._forwards), (samples, self._samples)):
+            forwards = {size: pool.submit(self._lower_forward(size).compile) for size in buckets}
+            for futures, programs in ((samples, self._samples), (forwards, self._forwards)):
                 for size, future in futures.items():
                     programs[size] = future.result()
                     self.num_compilations += 1
