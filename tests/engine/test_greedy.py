@@ -7,7 +7,7 @@ import pytest
 from jpaged import SamplingParams
 from tests.engine import tiny
 
-PROMPTS = tiny.prompts(1, 5, 16, 40, 90, 7)
+PROMPTS = tiny.prompts(1, 5, 16, 50, 90, 7)
 COUNT = 24
 GREEDY = SamplingParams(temperature=0, max_tokens=COUNT, ignore_eos=True)
 
