@@ -5,7 +5,6 @@ drives it; `process_inputs` and `apply_chat_template` may be called from others.
 """
 
 import itertools
-import logging
 import time
 from collections.abc import Iterable, Mapping, Sequence
 
@@ -27,8 +26,6 @@ from jpaged.sampling.params import SamplingParams
 from jpaged.sampling.row_params import SequenceSampling
 from jpaged.worker.worker import Worker
 
-logger = logging.getLogger(__name__)
-
 
 class LLMEngine:
     """A model, its pages and its queue.
@@ -46,7 +43,6 @@ class LLMEngine:
         self.tokenizer = model.tokenizer
         self.model_name = args.served_model_name or model.name
         self.model_source = model.source
-        self.generation_config = model.generation_config
         self.max_model_len = worker.max_model_len
         self.weights_version = 0
         self._worker = worker

@@ -31,7 +31,6 @@ class ModelSource:
     weights: WeightSource
     tokenizer: Any  # a transformers tokenizer, whose class is a matter of the checkpoint
     eos_token_ids: tuple[int, ...]
-    generation_config: Mapping[str, object]
 
     def worker_args(self, args: EngineArgs) -> WorkerArgs:
         """What the worker is told of the engine's arguments."""
@@ -98,7 +97,6 @@ def resolve_model(args: EngineArgs) -> ModelSource:
         weights=checkpoint,
         tokenizer=tokenizer,
         eos_token_ids=tuple(checkpoint.eos_token_ids),
-        generation_config=checkpoint.generation_config,
     )
 
 
@@ -138,7 +136,6 @@ def _live(args: EngineArgs) -> ModelSource:
         weights=LiveWeights(arrays),
         tokenizer=tokenizer,
         eos_token_ids=_eos_ids(eos, tokenizer),
-        generation_config={},
     )
 
 

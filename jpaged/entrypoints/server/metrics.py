@@ -57,7 +57,6 @@ class Metrics:
         self._generation = self._histogram(
             "request_generation_tokens", "Tokens of the longest answer to a request.", _TOKENS
         )
-        self._lengths: dict[str, int] = {}
 
     def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
         histogram = Histogram(
