@@ -8,7 +8,10 @@ way.
 """
 
 import dataclasses
+import math
+from collections.abc import Callable
 from functools import partial
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +21,8 @@ from jpaged.sampling.filters import filter_mask
 from jpaged.sampling.noise import gumbel, noise_keys
 from jpaged.sampling.params import MAX_LOGPROBS
 from jpaged.sampling.row_params import RowParams
+
+_Rows = TypeVar("_Rows")
 
 # So many of the most likely tokens are looked at before the whole vocabulary is.
 NUM_LIKELY = 256
@@ -46,22 +51,35 @@ class Sampled:
 
 
 def sample(
-    logits: Float[Array, "rows vocab"], params: RowParams, positions: Int[Array, " rows"]
+    logits: Float[Array, "rows vocab"],
+    params: RowParams,
+    positions: Int[Array, " rows"],
+    *,
+    rows_at_once: int | None = None,
 ) -> Sampled:
-    """One token a row. `positions[r]` is where the new token will stand; it seeds the row's noise."""
+    """One token a row. `positions[r]` is where the new token will stand; it seeds the row's noise.
+
+    What only some requests ask for is computed for `rows_at_once` rows at a time, None for all: it
+    takes several times the memory of the logits.
+    """
     greedy = _argmax(logits)
     random = params.temperature > 0
-    tokens = jax.lax.cond(
-        jnp.any(random),
-        lambda: jnp.where(random, _draw(logits, params, positions), greedy),
-        lambda: greedy,
+    tokens = _for_some(
+        rows_at_once,
+        random,
+        _tokens,
+        (logits, params, positions, greedy),
+        otherwise=greedy,
     )
     chosen = jnp.take_along_axis(logits, tokens[:, None], axis=-1)
     log_total = jax.nn.logsumexp(logits, axis=-1, keepdims=True)
-    ranks, top_ids, top_logits = jax.lax.cond(
-        jnp.any(params.top_logprobs >= 0),
-        lambda: _most_likely(logits, chosen),
-        lambda: jax.tree.map(jnp.zeros_like, jax.eval_shape(_most_likely, logits, chosen)),
+    wanted = params.top_logprobs >= 0
+    ranks, top_ids, top_logits = _for_some(
+        rows_at_once,
+        wanted,
+        _most_likely,
+        (logits, chosen),
+        otherwise=jax.tree.map(jnp.zeros_like, jax.eval_shape(_most_likely, logits, chosen)),
     )
     return Sampled(
         tokens=tokens,
@@ -70,6 +88,47 @@ def sample(
         top_ids=top_ids,
         top_logprobs=top_logits - log_total,
     )
+
+
+def _for_some(
+    at_once: int | None,
+    asked: Bool[Array, " rows"],
+    function: Callable[..., _Rows],
+    arguments: tuple[object, ...],
+    otherwise: _Rows,
+) -> _Rows:
+    """`function` of all arguments by blocks of rows, where a row of the block asks; else `otherwise`.
+
+    All leaves have the rows as their first axis.
+    """
+    rows = asked.shape[0]
+    size = math.gcd(rows, at_once or rows)
+
+    def block(xs: tuple[Array, tuple[object, ...], _Rows]) -> _Rows:
+        asked, arguments, otherwise = xs
+        return jax.lax.cond(jnp.any(asked), lambda: function(*arguments), lambda: otherwise)
+
+    def all_blocks() -> _Rows:
+        blocks = jax.tree.map(
+            lambda x: x.reshape(-1, size, *x.shape[1:]), (asked, arguments, otherwise)
+        )
+        mapped = jax.lax.map(block, blocks)
+        return jax.tree.map(lambda x: x.reshape(rows, *x.shape[2:]), mapped)
+
+    xs = (asked, arguments, otherwise)
+    if size == rows:
+        return block(xs)
+    return jax.lax.cond(jnp.any(asked), all_blocks, lambda: otherwise)
+
+
+def _tokens(
+    logits: Float[Array, "rows vocab"],
+    params: RowParams,
+    positions: Int[Array, " rows"],
+    greedy: Int[Array, " rows"],
+) -> Int[Array, " rows"]:
+    """A draw for each row with a temperature, `greedy` for the others."""
+    return jnp.where(params.temperature > 0, _draw(logits, params, positions), greedy)
 
 
 def _argmax(x: Float[Array, "rows vocab"]) -> Int[Array, " rows"]:

@@ -21,6 +21,10 @@ from jpaged.worker.step_input import LAST_TOKEN, StepInput, StepShape, unpack
 
 KV = tuple[KVGroup, ...]
 
+# XLA:CPU takes a program's scratch memory from malloc at each call. Beyond 32 MiB that is fresh memory,
+# page by page, whichever branches run.
+_CPU_ROWS_AT_ONCE = 8
+
 
 @partial(
     jax.tree_util.register_dataclass,
@@ -102,7 +106,10 @@ def make_sample(
         logits = model.logits(hidden[: row_ids.shape[0]], platform=platform)
         params_of_rows = row_params_from_words(rows.sampling[row_ids])
         # The new token will stand behind all that is computed.
-        sampled = sample(logits, params_of_rows, rows.length[row_ids])
+        at_once = _CPU_ROWS_AT_ONCE if platform == "cpu" else None
+        sampled = sample(
+            logits, params_of_rows, rows.length[row_ids], rows_at_once=at_once
+        )
         last_token = rows.last_token.at[row_ids].set(sampled.tokens)
         return dataclasses.replace(rows, last_token=last_token), sampled
 
