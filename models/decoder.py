@@ -114,7 +114,7 @@ class CausalLM(nnx.Module):
         backend = Backend(platform=platform, attention=attention)
         groups = self.config.kv_groups
         places = {i: (g, n) for g, group in enumerate(groups) for n, i in enumerate(group.layers)}
-        angles = self._angles(positions)
+        angles = self._angles_once(positions, backend)
         pools = list(kv)
         x = self.embed(tokens)
         for i, block in enumerate(self.model.layers):
@@ -177,6 +177,21 @@ class CausalLM(nnx.Module):
             rope: rope_angles(positions, rope, self.config.head_dim)
             for rope in dict.fromkeys(self.config.ropes)
         }
+
+    def _angles_once(
+        self, positions: Int[Array, " tokens"], backend: Backend
+    ) -> dict[Rope, Angles]:
+        """The same values, computed once a step wherever it runs."""
+        if backend.platform != "cpu":
+            return self._angles(positions)
+
+        # XLA:CPU would compute cosine and sine again in each layer, for each head: it takes them into the
+        # fusions that use them, across an optimization barrier too. A branch it leaves where it is.
+        def zeros(positions: Int[Array, " tokens"]) -> dict[Rope, Angles]:
+            shapes = jax.eval_shape(self._angles, positions)
+            return jax.tree.map(lambda of: jnp.zeros(of.shape, of.dtype), shapes)
+
+        return jax.lax.cond(jnp.any(positions >= 0), self._angles, zeros, positions)
 
 
 @partial(jax.jit, static_argnames=("structure", "scale", "window", "backend"))

@@ -113,7 +113,7 @@ class RMSNorm(nnx.Module):
 
 
 class GatedMLP(Projections):
-    """`down(activation(gate(x)) * up(x))`."""
+    """`down(activation(gate(x)) * up(x))`; between the products float32, rounded once."""
 
     def __init__(
         self,
@@ -141,8 +141,9 @@ class GatedMLP(Projections):
     def __call__(
         self, x: Float[Array, "*rows embed"], *, backend: Backend
     ) -> Float[Array, "*rows embed"]:
-        gate, up = self.projections(x, backend=backend)
-        return self.down_proj(ACTIVATIONS[self.activation](gate) * up, backend=backend)
+        gate, up = (part.astype(jnp.float32) for part in self.projections(x, backend=backend))
+        inner = ACTIVATIONS[self.activation](gate) * up
+        return self.down_proj(inner.astype(x.dtype), backend=backend)
 
 
 def causal_attention(

@@ -107,9 +107,7 @@ def make_sample(
         params_of_rows = row_params_from_words(rows.sampling[row_ids])
         # The new token will stand behind all that is computed.
         at_once = _CPU_ROWS_AT_ONCE if platform == "cpu" else None
-        sampled = sample(
-            logits, params_of_rows, rows.length[row_ids], rows_at_once=at_once
-        )
+        sampled = sample(logits, params_of_rows, rows.length[row_ids], rows_at_once=at_once)
         last_token = rows.last_token.at[row_ids].set(sampled.tokens)
         return dataclasses.replace(rows, last_token=last_token), sampled
 
