@@ -189,7 +189,6 @@ def main() -> None:
     requests = workload["requests"]
     rates = product_rates()
     if parsed.mode == "serve":
-        # Beside this file; it needs httpx, which the test extra brings.
         from bench_serve import serve_requests
 
         warm_up = warm_up_requests(requests)

@@ -1,7 +1,14 @@
-"""The HTTP side of scripts/bench.py: starts scripts/serve.py on a free port and streams from it."""
+"""The HTTP side of scripts/bench.py: starts scripts/serve.py on a free port and streams from it.
+
+Client and server share the machine's cores, so that what the client spends is missing in the figures. It
+therefore reads bare bytes while the server works, and parses each answer, with the standard library, when it
+has ended.
+"""
 
 import asyncio
 import dataclasses
+import http.client
+import io
 import json
 import pathlib
 import signal
@@ -9,9 +16,9 @@ import socket
 import subprocess
 import sys
 import time
+import urllib.error
+import urllib.request
 from typing import Any
-
-import httpx
 
 from jpaged.engine.engine_args import EngineArgs
 
@@ -61,69 +68,113 @@ async def serve_requests(
     command = [sys.executable, str(SERVE), "--port", str(port), "--no-access-log", *flags_of(args)]
     server = subprocess.Popen(command, stdout=subprocess.DEVNULL)
     try:
-        limits = httpx.Limits(max_connections=None)
-        url = f"http://127.0.0.1:{port}"
-        async with httpx.AsyncClient(base_url=url, timeout=None, limits=limits) as client:
-            await _ready(client, server)
-            load_seconds = time.monotonic() - start
-            model = (await client.get("/v1/models")).json()["data"][0]["id"]
-            await _all_at_once(client, model, warm_up)
-            runs = []
-            for _ in range(reps):
-                begin = time.monotonic()
-                timings = await _all_at_once(client, model, requests)
-                wall = time.monotonic() - begin
-                figures = {"load_s": round(load_seconds, 2), "peak_mib": peak_mib(server.pid)}
-                runs.append({"wall_s": wall, "timings": timings, "figures": figures})
-            return runs
+        await _ready(port, server)
+        load_seconds = time.monotonic() - start
+        models = await asyncio.to_thread(_get, port, "/v1/models")
+        model = json.loads(models)["data"][0]["id"]
+        await _all_at_once(port, model, warm_up)
+        runs = []
+        for _ in range(reps):
+            begin = time.monotonic()
+            timings = await _all_at_once(port, model, requests)
+            wall = time.monotonic() - begin
+            figures = {"load_s": round(load_seconds, 2), "peak_mib": peak_mib(server.pid)}
+            runs.append({"wall_s": wall, "timings": timings, "figures": figures})
+        return runs
     finally:
         server.send_signal(signal.SIGTERM)
         server.wait(timeout=60)
 
 
-async def _ready(client: httpx.AsyncClient, server: "subprocess.Popen[bytes]") -> None:
+def _get(port: int, path: str) -> bytes:
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=60) as response:
+        body: bytes = response.read()
+        return body
+
+
+async def _ready(port: int, server: "subprocess.Popen[bytes]") -> None:
     deadline = time.monotonic() + READY_SECONDS
     while time.monotonic() < deadline:
         if server.poll() is not None:
             raise SystemExit(f"scripts/serve.py ended with status {server.returncode}")
         try:
-            if (await client.get("/health")).status_code == 200:
-                return
-        except httpx.TransportError:
-            pass
-        await asyncio.sleep(0.2)
+            await asyncio.to_thread(_get, port, "/health")
+            return
+        except (urllib.error.URLError, ConnectionError):
+            await asyncio.sleep(0.2)
     raise SystemExit(f"scripts/serve.py was not ready within {READY_SECONDS} s")
 
 
 async def _all_at_once(
-    client: httpx.AsyncClient, model: str, requests: list[dict[str, Any]]
+    port: int, model: str, requests: list[dict[str, Any]]
 ) -> list[tuple[float, float, int]]:
     begin = time.monotonic()
-    return await asyncio.gather(*(_stream(client, model, r, begin) for r in requests))
+    return await asyncio.gather(*(_stream(port, model, r, begin) for r in requests))
 
 
 async def _stream(
-    client: httpx.AsyncClient, model: str, request: dict[str, Any], begin: float
+    port: int, model: str, request: dict[str, Any], begin: float
 ) -> tuple[float, float, int]:
     """One streamed completion: when its first token came, when its last, and how many they were."""
-    body = {
-        "model": model,
-        "prompt": request["prompt"],
-        "max_tokens": request["out"],
-        "temperature": 0,
-        "ignore_eos": True,
-        "stream": True,
-        "stream_options": {"include_usage": True},
-    }
-    first, tokens = 0.0, 0
-    async with client.stream("POST", "/v1/completions", json=body) as response:
-        if response.status_code != 200:
-            raise SystemExit((await response.aread()).decode())
-        async for line in response.aiter_lines():
-            if not line.startswith("data: ") or line == "data: [DONE]":
-                continue
-            first = first or time.monotonic() - begin
-            # Parsing all would cost the client more than the server needs; the last one has the usage.
-            if '"usage":{' in line.replace(" ", ""):
-                tokens = json.loads(line[6:])["usage"]["completion_tokens"]
-    return first, time.monotonic() - begin, tokens
+    body = json.dumps(
+        {
+            "model": model,
+            "prompt": request["prompt"],
+            "max_tokens": request["out"],
+            "temperature": 0,
+            "ignore_eos": True,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+        }
+    ).encode()
+    head = (
+        f"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1:{port}\r\nConnection: close\r\n"
+        f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+    )
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    try:
+        writer.write(head.encode() + body)
+        await writer.drain()
+        answer, first = bytearray(), 0.0
+        while part := await reader.read(1 << 16):
+            answer += part
+            if not first and b"data: " in answer:
+                first = time.monotonic() - begin
+        finished = time.monotonic() - begin
+    finally:
+        writer.close()
+    return first, finished, completion_tokens(bytes(answer))
+
+
+class _Received:
+    """Bytes in the place of a socket, which is what http.client reads from."""
+
+    def __init__(self, answer: bytes) -> None:
+        self._answer = answer
+
+    def makefile(self, mode: str) -> io.BytesIO:
+        return io.BytesIO(self._answer)
+
+
+def completion_tokens(answer: bytes) -> int:
+    """The number of tokens that a streamed answer's usage tells.
+
+    Raises:
+        SystemExit: it is an error, it was cut off, or it tells no usage.
+    """
+    response = http.client.HTTPResponse(_Received(answer))  # type: ignore[arg-type]
+    try:
+        response.begin()
+        text = response.read().decode()
+    except http.client.HTTPException as error:
+        raise SystemExit(f"the server's answer ended early: {error!r}") from error
+    if response.status != 200:
+        raise SystemExit(f"the server answered {response.status}: {text}")
+    events = [line[len("data: ") :] for line in text.splitlines() if line.startswith("data: ")]
+    if events[-1:] != ["[DONE]"]:
+        raise SystemExit(f"the server's stream ended in {events[-1:]} instead of [DONE]")
+    usage = json.loads(events[-2]).get("usage") if len(events) > 1 else None
+    if usage is None:
+        raise SystemExit("the server's stream tells no usage")
+    tokens: int = usage["completion_tokens"]
+    return tokens

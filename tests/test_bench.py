@@ -1,5 +1,6 @@
 """The benchmark runs as the README shows, and its figures hang together."""
 
+import importlib
 import json
 import subprocess
 import sys
@@ -63,6 +64,43 @@ def test_a_tiny_workload(mode: str, tmp_path: Path) -> None:
         assert report["steps"] >= (62 + 19 - 3) / 8
         assert 0 <= report["padding_share"] < 1
         assert report["preemptions"] == 0
+
+
+def chunked(status: str, *parts: str, end: bool = True) -> bytes:
+    """An answer as a server streams it."""
+    head = f"HTTP/1.1 {status}\r\nTransfer-Encoding: chunked\r\n\r\n"
+    pieces = [f"{len(part):x}\r\n{part}\r\n" for part in parts]
+    return (head + "".join(pieces) + ("0\r\n\r\n" if end else "")).encode()
+
+
+@pytest.fixture
+def bench_serve(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.syspath_prepend(str(ROOT / "scripts"))
+    return importlib.import_module("bench_serve")
+
+
+def test_the_tokens_of_a_stream_are_those_of_its_usage(bench_serve: Any) -> None:
+    events = ['data: {"choices": []}\n\n', 'data: {"usage": {"completion_tokens": 7}}\n\n']
+    # Cut where no event ends, as a connection may cut it.
+    text = "".join(events) + "data: [DONE]\n\n"
+    for cut in range(1, len(text)):
+        assert bench_serve.completion_tokens(chunked("200 OK", text[:cut], text[cut:])) == 7
+
+
+@pytest.mark.parametrize(
+    ("answer", "said"),
+    [
+        (b"", "ended early"),
+        (chunked("200 OK", "data: {}\n\n", end=False), "ended early"),
+        (chunked("400 Bad Request", "no such field"), "answered 400: no such field"),
+        (chunked("200 OK", 'data: {"error": {}}\n\n'), "instead of .DONE."),
+        (chunked("200 OK", "data: {}\n\ndata: [DONE]\n\n"), "no usage"),
+        (chunked("200 OK", "data: [DONE]\n\n"), "no usage"),
+    ],
+)
+def test_a_stream_without_tokens_is_an_error(bench_serve: Any, answer: bytes, said: str) -> None:
+    with pytest.raises(SystemExit, match=said):
+        bench_serve.completion_tokens(answer)
 
 
 @pytest.mark.parametrize("name", ["mixed", "single", "tiny"])

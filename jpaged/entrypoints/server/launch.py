@@ -17,6 +17,7 @@ import sys
 import threading
 from collections.abc import Generator
 from types import FrameType
+from typing import Any
 
 import uvicorn
 
@@ -178,12 +179,15 @@ def _url(host: str, listener: socket.socket) -> str:
 
 def _greeting(engine: AsyncLLMEngine, url: str) -> str:
     """What a person at a terminal does next."""
-    path, body = "/v1/completions", {"prompt": "The capital of France is", "max_tokens": 16}
+    body: dict[str, Any] = {"prompt": "The capital of France is", "max_tokens": 16}
+    path = "/v1/completions"
     if getattr(engine.tokenizer, "chat_template", None):
         message = {"role": "user", "content": "What is the capital of France?"}
         path, body = "/v1/chat/completions", {"messages": [message], "max_tokens": 64}
     elif engine.tokenizer is None:
-        body = {"prompt": [1, 2, 3], "max_tokens": 16}
+        body["prompt"] = [1, 2, 3]
+    # A small model's most likely answer is its best.
+    body["temperature"] = 0
     return (
         f"\nServing {engine.model_name} ({engine.model_source}) at {url}\n"
         f"Try it:\n\n  curl {url}{path} -H 'Content-Type: application/json' "
