@@ -187,11 +187,18 @@ class CausalLM(nnx.Module):
 
         # XLA:CPU would compute cosine and sine again in each layer, for each head: it takes them into the
         # fusions that use them, across an optimization barrier too. A branch it leaves where it is.
-        def zeros(positions: Int[Array, " tokens"]) -> dict[Rope, Angles]:
-            shapes = jax.eval_shape(self._angles, positions)
+        # As a tuple: jax would sort the keys of a dictionary, and these have no order.
+        ropes = tuple(dict.fromkeys(self.config.ropes))
+
+        def compute(positions: Int[Array, " tokens"]) -> tuple[Angles, ...]:
+            return tuple(self._angles(positions).values())
+
+        def zeros(positions: Int[Array, " tokens"]) -> tuple[Angles, ...]:
+            shapes = jax.eval_shape(compute, positions)
             return jax.tree.map(lambda of: jnp.zeros(of.shape, of.dtype), shapes)
 
-        return jax.lax.cond(jnp.any(positions >= 0), self._angles, zeros, positions)
+        angles = jax.lax.cond(jnp.any(positions >= 0), compute, zeros, positions)
+        return dict(zip(ropes, angles, strict=True))
 
 
 @partial(jax.jit, static_argnames=("structure", "scale", "window", "backend"))
