@@ -162,7 +162,7 @@ def completion_tokens(answer: bytes) -> int:
     Raises:
         SystemExit: it is an error, it was cut off, or it tells no usage.
     """
-    response = http.client.HTTPResponse(_Received(answer))  # type: ignore[arg-type]
+    response = http.client.HTTPResponse(_Received(answer))
     try:
         response.begin()
         text = response.read().decode()
