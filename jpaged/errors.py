@@ -21,6 +21,10 @@ class RequestError(JpagedError, ValueError):
         self.code = code
 
 
+class QueueFullError(JpagedError, RuntimeError):
+    """Too many requests wait already; this one was not queued, and may be sent again later."""
+
+
 class ConfigError(JpagedError, ValueError):
     """An engine argument, or a combination of them, is invalid. `field` names the argument."""
 

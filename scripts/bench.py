@@ -6,7 +6,8 @@ serve    all requests at once over HTTP, to a scripts/serve.py that is started f
 
 Prints text, and one line of JSON (also to --json FILE). Flags of the engine (--help) are passed on. A
 workload is {"name", "requests": [{"prompt": [token ids], "out": tokens}]}; requests are greedy and ignore the
-end of sequence. Beside the figures stand the CPU's flags and the rate of a product in the same sitting.
+end of sequence. Prefix caching is off unless asked for: a repetition would find its prompts computed. Beside
+the figures stand the CPU's flags and the rate of a product in the same sitting.
 """
 
 import argparse
@@ -183,6 +184,7 @@ def main() -> None:
     )
     parser.add_argument("--json", type=pathlib.Path, help="append the JSON line to this file")
     add_engine_arguments(parser)
+    parser.set_defaults(enable_prefix_caching=False)
     parsed = parser.parse_args()
     args = engine_args(parsed)
     workload = load_workload(parsed.workload)

@@ -33,6 +33,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
         "page_size": 16,
         "max_model_len": 768,
         "kv_cache_memory_bytes": 1000 * BYTES_PER_TOKEN,
+        "admission_policy": "all",
     },
     "chunk2048-page1": {"max_num_batched_tokens": 2048, "page_size": 1},
     "chunk2048-page16": {"max_num_batched_tokens": 2048, "page_size": 16},

@@ -1,33 +1,42 @@
 """StepPlan: what the scheduler decided for one step; TokenEvent: what came of it for one sequence."""
 
 import dataclasses
+from typing import NamedTuple
 
 from jpaged.core.request import FinishReason, Request
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class PlanEntry:
-    """Tokens [first, first + count) of `request` are computed in this step.
+class PlanEntry(NamedTuple):
+    """Tokens [first, first + num_tokens) of `request` are computed in this step, in row `row`.
 
-    `samples` says that these are the last known tokens, so that the step yields the next one.
+    `samples` says that these are the last tokens, so that the step yields the next one. `is_new` says
+    that the row held another sequence before. `on_device` says that the one token is what the row
+    sampled last, which the host may not know yet.
     """
 
     request: Request
     first: int
-    count: int
+    num_tokens: int
     samples: bool
+    row: int
+    is_new: bool
+    on_device: bool
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class StepPlan:
-    """The entries of a step, decodes before prefill chunks, and what was preempted to make room."""
+    """The entries of a step, decodes before prefill chunks, and what was preempted to make room.
+
+    `failed` are requests that could not be planned, with what was raised; they have ended.
+    """
 
     entries: list[PlanEntry]
     preempted: list[Request]
+    failed: list[tuple[Request, Exception]] = dataclasses.field(default_factory=list)
 
     @property
     def num_tokens(self) -> int:
-        return sum(entry.count for entry in self.entries)
+        return sum(entry.num_tokens for entry in self.entries)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

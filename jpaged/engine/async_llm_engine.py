@@ -47,9 +47,18 @@ class RequestStream(AsyncIterator[RequestOutput]):
     """
 
     def __init__(
-        self, engine: "AsyncLLMEngine", prompt: Prompt, params: SamplingParams, request_id: str
+        self,
+        engine: "AsyncLLMEngine",
+        prompt: Prompt,
+        params: SamplingParams,
+        request_id: str,
+        *,
+        priority: int = 0,
+        timeout: float | None = None,
     ) -> None:
         self.request_id = request_id
+        self._priority = priority
+        self._timeout = timeout
         self._engine = engine
         self._prompt = prompt
         self._params = params
@@ -63,7 +72,12 @@ class RequestStream(AsyncIterator[RequestOutput]):
         if self._request is None:
             self._engine.check_health()
             self._request = await self._engine.run_in_thread(
-                self._engine.engine.process_inputs, self.request_id, self._prompt, self._params
+                self._engine.engine.process_inputs,
+                self.request_id,
+                self._prompt,
+                self._params,
+                priority=self._priority,
+                timeout=self._timeout,
             )
 
     async def __anext__(self) -> RequestOutput:
@@ -148,16 +162,32 @@ class AsyncLLMEngine:
         prompt: Prompt,
         sampling_params: SamplingParams | None = None,
         request_id: str | None = None,
+        *,
+        priority: int = 0,
+        timeout: float | None = None,
     ) -> RequestStream:
         """A request to await for its final output, or to iterate for its outputs as they come.
 
         Args:
-            prompt: text, token ids, {"prompt": text} or {"prompt_token_ids": ids}.
+            prompt: text, token ids, {"prompt": text} or {"prompt_token_ids": ids}; a dict may also
+                have a cache_salt: requests with different ones share no pages.
             sampling_params: None means the defaults of SamplingParams.
             request_id: unique among the running requests; None makes one.
+            priority: lower goes first; needs `scheduling_policy="priority"`.
+            timeout: seconds from being sent, time in the queue included, after which it ends with
+                finish_reason "abort" and stop_reason "deadline".
+
+        Reading it raises RequestError if it is invalid, QueueFullError if too many wait already.
         """
         params = SamplingParams() if sampling_params is None else sampling_params
-        return RequestStream(self, prompt, params, request_id or uuid.uuid4().hex)
+        return RequestStream(
+            self,
+            prompt,
+            params,
+            request_id or uuid.uuid4().hex,
+            priority=priority,
+            timeout=timeout,
+        )
 
     def abort(self, request_id: str) -> None:
         """Ends a request; its reader gets a last output with finish_reason "abort"."""

@@ -18,6 +18,8 @@ MODEL_SOURCES = ("auto", "hub", "wheel")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 DEVICES = ("cpu", "gpu", "tpu")
 ATTENTIONS = ("reference", "xla", "numba")
+SCHEDULING_POLICIES = ("fcfs", "priority")
+ADMISSION_POLICIES = ("expected", "all", "max")
 
 _T = TypeVar("_T")
 
@@ -63,6 +65,27 @@ class EngineArgs:
     max_num_batched_tokens: int | None = _option(
         None, "most tokens in one step; left out: by device"
     )
+    max_num_queued_reqs: int | None = _option(
+        None, "most sequences in the queue; more are refused (HTTP 429); left out: no limit"
+    )
+    max_num_queued_tokens: int | None = _option(
+        None, "most prompt tokens in the queue; more are refused (HTTP 429); left out: no limit"
+    )
+    scheduling_policy: str = _option(
+        "fcfs",
+        "who goes first; fcfs: first come, priority: the request's priority, lowest first",
+        choices=SCHEDULING_POLICIES,
+    )
+    admission_policy: str = _option(
+        "expected",
+        "how many run side by side; expected: as fit by the lengths learned, all: as have room now, "
+        "max: as fit at their greatest lengths",
+        choices=ADMISSION_POLICIES,
+    )
+    async_scheduling: bool = _option(True, "plan the next step while one runs on the device")
+    enable_prefix_caching: bool = _option(
+        True, "keep pages of ended requests for later ones with the same beginning"
+    )
     page_size: int = _option(16, "tokens in a page of the KV cache, a power of two")
     memory_utilization: float = _option(
         0.9, "share of the accelerator's memory that weights and KV cache may take, in (0, 1]"
@@ -97,6 +120,8 @@ class EngineArgs:
         _check_choice("load_format", self.load_format, LOAD_FORMATS)
         _check_choice("default_model_source", self.default_model_source, MODEL_SOURCES)
         _check_choice("dtype", self.dtype, DTYPES)
+        _check_choice("scheduling_policy", self.scheduling_policy, SCHEDULING_POLICIES)
+        _check_choice("admission_policy", self.admission_policy, ADMISSION_POLICIES)
         if self.device is not None:
             _check_choice("device", self.device, DEVICES)
         if self.attention is not None:
@@ -105,6 +130,8 @@ class EngineArgs:
             ("max_model_len", 2, 2**31 - 1),
             ("max_num_seqs", 1, 2**16),
             ("max_num_batched_tokens", 1, 2**20),
+            ("max_num_queued_reqs", 1, 2**31 - 1),
+            ("max_num_queued_tokens", 1, 2**63 - 1),
             ("kv_cache_memory_bytes", 1, 2**63 - 1),
         ):
             if getattr(self, name) is not None:
@@ -127,7 +154,12 @@ class EngineArgs:
                 f"memory_utilization must be a number in (0, 1], got {utilization!r}",
                 field="memory_utilization",
             )
-        for name in ("compilation_cache", "use_tqdm"):
+        for name in (
+            "async_scheduling",
+            "enable_prefix_caching",
+            "compilation_cache",
+            "use_tqdm",
+        ):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(
                     f"{name} must be True or False, got {getattr(self, name)!r}", field=name

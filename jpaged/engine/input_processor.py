@@ -4,14 +4,17 @@ Touches no engine state, so that it may run in any thread.
 """
 
 import dataclasses
+import math
 import time
 from collections.abc import Mapping, Sequence
 from typing import Protocol, TypeAlias
 
 import numpy as np
 
+from jpaged.core.request import Request
 from jpaged.errors import RequestError
 from jpaged.sampling.params import SamplingParams
+from jpaged.sampling.row_params import SequenceSampling
 
 Prompt: TypeAlias = str | Sequence[int] | Mapping[str, object]
 
@@ -24,24 +27,72 @@ class Tokenizer(Protocol):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class EngineRequest:
-    """A request that can be served: `params.max_tokens` is set and fits, ids are in the vocabulary."""
+    """A request that can be served: `params.max_tokens` is set and fits, ids are in the vocabulary.
+
+    Times are of `time.monotonic()`. Requests with different salts share no pages.
+    """
 
     request_id: str
     prompt: str | None
     prompt_token_ids: list[int]
     params: SamplingParams
     arrival_time: float
+    priority: int = 0
+    deadline: float | None = None
+    cache_salt: str | None = None
+
+    def samples(
+        self, sequences: Sequence[int], *, seed: int, eos_token_ids: frozenset[int]
+    ) -> list[Request]:
+        """The request as the scheduler sees it: one for each of its n samples, numbered `sequences`."""
+        params = self.params
+        assert params.max_tokens is not None, "InputProcessor sets max_tokens"
+        eos = frozenset() if params.ignore_eos else eos_token_ids
+        salt = self.cache_salt
+        return [
+            Request(
+                sequence=sequence,
+                prompt_token_ids=self.prompt_token_ids,
+                max_tokens=params.max_tokens,
+                stop_token_ids=frozenset(params.stop_ids),
+                eos_token_ids=eos,
+                ends_by_length=not (eos or params.stop_ids or params.stop_strings),
+                sampling=SequenceSampling(params=params, seed=seed, sample=index),
+                priority=self.priority,
+                deadline=self.deadline,
+                extras=() if salt is None else (("cache_salt", salt.encode()),),
+                reads_cache=not params.skip_reading_prefix_cache,
+                leader=sequences[0] if params.n > 1 else None,
+            )
+            for index, sequence in enumerate(sequences)
+        ]
 
 
 class InputProcessor:
     """Checks requests against one model."""
 
-    def __init__(self, tokenizer: Tokenizer | None, *, vocab_size: int, max_model_len: int) -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer | None,
+        *,
+        vocab_size: int,
+        max_model_len: int,
+        has_priorities: bool = False,
+    ) -> None:
         self._tokenizer = tokenizer
+        self._has_priorities = has_priorities
         self._vocab_size = vocab_size
         self._max_model_len = max_model_len
 
-    def process(self, request_id: str, prompt: Prompt, params: SamplingParams) -> EngineRequest:
+    def process(
+        self,
+        request_id: str,
+        prompt: Prompt,
+        params: SamplingParams,
+        *,
+        priority: int = 0,
+        timeout: float | None = None,
+    ) -> EngineRequest:
         """The request, ready to be queued. Raises RequestError naming the field at fault."""
         if not isinstance(request_id, str) or not request_id:
             raise RequestError("request_id must be a non-empty string", field="request_id")
@@ -50,6 +101,8 @@ class InputProcessor:
                 f"sampling_params must be SamplingParams, got {type(params).__name__}",
                 field="sampling_params",
             )
+        self._check_priority(priority)
+        _check_timeout(timeout)
         text, ids = self._prompt_ids(prompt)
         if not ids:
             raise RequestError("prompt must have at least one token", field="prompt")
@@ -76,22 +129,39 @@ class InputProcessor:
                 field="logprobs",
             )
         max_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
+        now = time.monotonic()
         return EngineRequest(
             request_id=request_id,
             prompt=text,
             prompt_token_ids=ids,
             params=params.replace(max_tokens=max_tokens),
-            arrival_time=time.monotonic(),
+            arrival_time=now,
+            priority=priority,
+            deadline=None if timeout is None else now + timeout,
+            cache_salt=_cache_salt(prompt),
         )
+
+    def _check_priority(self, priority: object) -> None:
+        if isinstance(priority, bool) or not isinstance(priority, int):
+            raise RequestError(
+                f"priority must be an integer, got {type(priority).__name__}", field="priority"
+            )
+        if priority and not self._has_priorities:
+            raise RequestError(
+                f"priority {priority} needs an engine with scheduling_policy='priority'; this one "
+                "serves first come, first served",
+                field="priority",
+            )
 
     def _prompt_ids(self, prompt: Prompt) -> tuple[str | None, list[int]]:
         """Text, where it was given, and ids of a prompt in any of its forms."""
         if isinstance(prompt, Mapping):
             given = [key for key in ("prompt", "prompt_token_ids") if prompt.get(key) is not None]
-            unknown = prompt.keys() - {"prompt", "prompt_token_ids"}
+            unknown = prompt.keys() - {"prompt", "prompt_token_ids", "cache_salt"}
             if unknown or not given:
                 raise RequestError(
-                    "a prompt given as a dict must have the key prompt or prompt_token_ids, got "
+                    "a prompt given as a dict must have the key prompt or prompt_token_ids, and may "
+                    "have cache_salt; got "
                     f"{', '.join(map(repr, prompt)) or 'no key'}",
                     field="prompt",
                 )
@@ -133,3 +203,26 @@ class InputProcessor:
             )
         result: list[int] = array.tolist()
         return result
+
+
+def _check_timeout(timeout: object) -> None:
+    if timeout is None:
+        return
+    if isinstance(timeout, bool) or not isinstance(timeout, (int, float, np.number)):
+        raise RequestError(
+            f"timeout must be a number of seconds, got {type(timeout).__name__}", field="timeout"
+        )
+    if not 0 < float(timeout) < math.inf:
+        raise RequestError(
+            f"timeout must be above 0 seconds and finite, got {timeout}", field="timeout"
+        )
+
+
+def _cache_salt(prompt: Prompt) -> str | None:
+    """The salt of a prompt given as a dict."""
+    salt = prompt.get("cache_salt") if isinstance(prompt, Mapping) else None
+    if salt is not None and (not isinstance(salt, str) or not salt):
+        raise RequestError(
+            f"cache_salt must be a non-empty string, got {salt!r}", field="cache_salt"
+        )
+    return salt

@@ -5,26 +5,31 @@ drives it; `process_inputs` and `apply_chat_template` may be called from others.
 """
 
 import itertools
+import logging
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import numpy as np
 
 from jpaged.core.kv_cache_manager import KVCacheManager
-from jpaged.core.request import FinishReason, Request
-from jpaged.core.scheduler import Scheduler, SchedulerConfig
-from jpaged.core.step_plan import TokenEvent
+from jpaged.core.request import FinishReason
+from jpaged.core.scheduler import Scheduler
+from jpaged.core.scheduler_config import SchedulerConfig
+from jpaged.core.step_plan import StepPlan, TokenEvent
 from jpaged.engine.chat_template import render_chat
 from jpaged.engine.engine_args import EngineArgs
 from jpaged.engine.input_processor import EngineRequest, InputProcessor, Prompt
 from jpaged.engine.model_source import ModelSource, resolve_model
 from jpaged.engine.output_processor import BackendDecoder, RequestState
 from jpaged.engine.outputs import RequestOutput
+from jpaged.engine.queue_limit import QueueLimit
 from jpaged.engine.stats import EngineStats
+from jpaged.engine.step_runner import Collected, StepRunner, StepsLost
 from jpaged.errors import EngineDeadError, RequestError
 from jpaged.sampling.params import SamplingParams
-from jpaged.sampling.row_params import SequenceSampling
 from jpaged.worker.worker import Worker
+
+logger = logging.getLogger("jpaged")
 
 
 class LLMEngine:
@@ -38,7 +43,15 @@ class LLMEngine:
         weights_version: 0 at start, one more with each `update_params`.
     """
 
-    def __init__(self, args: EngineArgs, model: ModelSource, worker: Worker) -> None:
+    def __init__(
+        self,
+        args: EngineArgs,
+        model: ModelSource,
+        worker: Worker,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`clock` gives the time in seconds by which requests' deadlines are judged."""
         self.args = args
         self.tokenizer = model.tokenizer
         self.model_name = args.served_model_name or model.name
@@ -52,18 +65,26 @@ class LLMEngine:
             model.tokenizer,
             vocab_size=worker.config.vocab_size,
             max_model_len=self.max_model_len,
+            has_priorities=args.scheduling_policy == "priority",
         )
         self._kv = KVCacheManager(
-            worker.pools.specs, args.page_size, max_step_tokens=worker.max_num_batched_tokens
+            worker.pools.specs,
+            args.page_size,
+            max_step_tokens=worker.max_num_batched_tokens,
+            prefix_caching=args.enable_prefix_caching,
         )
         self._scheduler = Scheduler(
             SchedulerConfig(
                 max_num_seqs=worker.max_num_seqs,
                 max_num_batched_tokens=worker.max_num_batched_tokens,
                 max_model_len=self.max_model_len,
+                policy=args.scheduling_policy,
+                admission=args.admission_policy,
             ),
             self._kv,
         )
+        self._queue_limit = QueueLimit(args.max_num_queued_reqs, args.max_num_queued_tokens)
+        self._clock = clock
         self._seeds = np.random.default_rng(args.seed % 2**64)
         self._numbers = itertools.count()
         self._requests: dict[str, RequestState] = {}
@@ -72,6 +93,9 @@ class LLMEngine:
         self._prompt_tokens = 0
         self._generation_tokens = 0
         self._dead: str | None = None
+        self._steps = StepRunner(worker, self._kv, overlap=args.async_scheduling)
+        # Requests that have got on since the last outputs.
+        self._touched: dict[str, RequestState] = {}
 
     @classmethod
     def from_engine_args(cls, args: EngineArgs) -> "LLMEngine":
@@ -83,10 +107,16 @@ class LLMEngine:
         return cls(args, model, Worker(model.config, model.weights, model.worker_args(args)))
 
     def process_inputs(
-        self, request_id: str, prompt: Prompt, params: SamplingParams
+        self,
+        request_id: str,
+        prompt: Prompt,
+        params: SamplingParams,
+        *,
+        priority: int = 0,
+        timeout: float | None = None,
     ) -> EngineRequest:
         """Checks and tokenises a request. Thread-safe. Raises RequestError naming the field."""
-        return self._inputs.process(request_id, prompt, params)
+        return self._inputs.process(request_id, prompt, params, priority=priority, timeout=timeout)
 
     def apply_chat_template(
         self,
@@ -110,67 +140,75 @@ class LLMEngine:
         )
 
     def add_request(
-        self, request_id: str, prompt: Prompt, params: SamplingParams | None = None
+        self,
+        request_id: str,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        priority: int = 0,
+        timeout: float | None = None,
     ) -> None:
-        """Puts a request into the queue. Raises RequestError, and queues nothing, if it is invalid."""
-        self.add_processed(self.process_inputs(request_id, prompt, params or SamplingParams()))
+        """Puts a request into the queue.
+
+        Args:
+            request_id: unique among the unfinished requests.
+            prompt: text, token ids, or a dict with one of them and, if wanted, a cache_salt.
+            params: how to sample; None is `SamplingParams()`.
+            priority: lower goes first; needs `scheduling_policy="priority"`.
+            timeout: seconds, time in the queue included, after which the request ends with
+                finish_reason "abort" and stop_reason "deadline".
+
+        Raises RequestError if it is invalid, QueueFullError if there are too many; nothing is queued.
+        """
+        params = params or SamplingParams()
+        self.add_processed(
+            self.process_inputs(request_id, prompt, params, priority=priority, timeout=timeout)
+        )
 
     def add_processed(self, request: EngineRequest) -> None:
-        """Puts a checked request into the queue."""
+        """Puts a checked request into the queue. QueueFullError, and nothing is queued, if it is full."""
         self._check_alive()
         if request.request_id in self._requests:
             raise RequestError(
                 f"request_id {request.request_id!r} is in use by an unfinished request",
                 field="request_id",
             )
-        params = request.params
-        assert params.max_tokens is not None, "process_inputs sets max_tokens"
-        seed = params.seed
+        self._queue_limit.check(
+            self._scheduler, n=request.params.n, num_tokens=len(request.prompt_token_ids)
+        )
+        seed = request.params.seed
         if seed is None:
             seed = int(self._seeds.integers(2**63))
-        sequences = [next(self._numbers) for _ in range(params.n)]
+        sequences = [next(self._numbers) for _ in range(request.params.n)]
         state = RequestState.create(request, sequences, self._decoder)
         self._requests[request.request_id] = state
         self._prompt_tokens += len(request.prompt_token_ids)
-        for index, sequence in enumerate(sequences):
-            self._owners[sequence] = (state, index)
-            self._scheduler.add(
-                Request(
-                    sequence=sequence,
-                    prompt_token_ids=request.prompt_token_ids,
-                    max_tokens=params.max_tokens,
-                    stop_token_ids=frozenset(params.stop_ids),
-                    eos_token_ids=frozenset() if params.ignore_eos else self._eos_token_ids,
-                    sampling=SequenceSampling(params=params, seed=seed, sample=index),
-                )
-            )
+        samples = request.samples(sequences, seed=seed, eos_token_ids=self._eos_token_ids)
+        for index, sample in enumerate(samples):
+            self._owners[sample.sequence] = (state, index)
+            self._scheduler.add(sample)
 
     def step(self) -> list[RequestOutput]:
         """Runs one step; what there is to tell of the requests that got on.
 
-        Raises EngineDeadError if the device fails: what it held is lost, and every request with it.
+        With `async_scheduling` the step that is sent to the device now is told of by the next call.
+        A step that fails is run again, and loses nothing but time. Raises EngineDeadError if the
+        device goes on failing: what it held is lost, and every request with it.
         """
         self._check_alive()
+        self._expire()
         plan = self._scheduler.schedule()
-        if not plan.entries:
-            return []
-        try:
-            sampled = self._worker.run(plan, self._kv)
-        except Exception as error:
-            self._dead = f"the step failed: {error}"
-            raise EngineDeadError(self._dead) from error
-        for entry in plan.entries:
-            metrics = self._owners[entry.request.sequence][0].metrics
-            if metrics.first_scheduled_time is None:
-                metrics.first_scheduled_time = time.monotonic()
-        events = self._scheduler.update(plan, sampled)
-        self._generation_tokens += len(events)
-        touched = {id(state): state for state in map(self._take_in, events)}
+        for request, error in plan.failed:
+            logger.error("a request failed: it could not be scheduled", exc_info=error)
+            self._finish(request.sequence, FinishReason.ERROR, None)
+        self._note_first_steps(plan)
+        self._advance(lambda: self._steps.run(plan))
+        touched, self._touched = self._touched, {}
         return self._outputs(touched.values())
 
     def has_unfinished_requests(self) -> bool:
         """Whether a step would do anything."""
-        return self._scheduler.has_unfinished()
+        return self._scheduler.has_unfinished() or bool(self._touched)
 
     def abort_request(self, request_id: str | Iterable[str]) -> list[RequestOutput]:
         """Ends requests at once: their last outputs, "abort" their reason. Passes over unknown ids."""
@@ -181,6 +219,7 @@ class LLMEngine:
                 if sample.finish_reason is None:
                     self._scheduler.finish(sequence, FinishReason.ABORT)
                     sample.finish(FinishReason.ABORT.value, None)
+            self._touched.pop(state.request.request_id, None)
         return self._outputs(states)
 
     def update_params(self, tree: object) -> None:
@@ -192,7 +231,8 @@ class LLMEngine:
         """
         self._check_alive()
         self._worker.update_params(tree)
-        self._scheduler.recompute_all()
+        self._advance(self._steps.settle)  # the step in flight has the old ones still
+        self._scheduler.weights_changed()
         self.weights_version += 1
 
     def stats(self) -> EngineStats:
@@ -204,6 +244,9 @@ class LLMEngine:
             num_preemptions=self._scheduler.num_preemptions,
             pages_total=self._kv.num_usable,
             pages_used=self._kv.num_held,
+            pages_cached=self._kv.num_cached,
+            prefix_cache_queries=self._scheduler.prefix_queries,
+            prefix_cache_hits=self._scheduler.prefix_hits,
             prompt_tokens=self._prompt_tokens,
             generation_tokens=self._generation_tokens,
             num_steps=runner.num_steps,
@@ -226,14 +269,61 @@ class LLMEngine:
         if self._dead is not None:
             raise EngineDeadError(self._dead)
 
-    def _take_in(self, event: TokenEvent) -> RequestState:
+    def _expire(self) -> None:
+        """Ends the requests whose deadline has come."""
+        for request in self._scheduler.expire(self._clock()):
+            self._finish(request.sequence, FinishReason.ABORT, request.stop_reason)
+
+    def _advance(self, run: Callable[[], Collected | None]) -> None:
+        """Lets the device get on, and takes in what came of it."""
+        try:
+            collected = run()
+        except StepsLost as lost:
+            self._scheduler.steps_lost(*lost.plans)
+        except EngineDeadError as error:
+            self._dead = str(error)
+            raise
+        else:
+            if collected is not None:
+                self._update(collected)
+
+    def _note_first_steps(self, plan: StepPlan) -> None:
+        for entry in plan.entries:
+            metrics = self._owners[entry.request.sequence][0].metrics
+            if metrics.first_scheduled_time is None:
+                metrics.first_scheduled_time = time.monotonic()
+
+    def _update(self, step: Collected) -> None:
+        """The tokens of a step to the requests that wanted them."""
+        events = self._scheduler.update(step.plan, step.sampled)
+        self._generation_tokens += len(events)
+        for event in events:
+            sequence = event.request.sequence
+            try:
+                self._take_in(event)
+            except Exception as error:  # this request's fault alone
+                logger.error("a request failed: its text could not be made", exc_info=error)
+                self._scheduler.finish(sequence, FinishReason.ERROR)
+                self._finish(sequence, FinishReason.ERROR, None)
+
+    def _finish(self, sequence: int, reason: FinishReason, stop_reason: int | str | None) -> None:
+        """Tells of the end of a sequence that did not end with a token."""
+        state, index = self._owners[sequence]
+        state.samples[index].finish(reason.value, stop_reason)
+        self._touched[state.request.request_id] = state
+
+    def _take_in(self, event: TokenEvent) -> None:
         """One new token of a sequence to its request."""
         sequence = event.request.sequence
         state, index = self._owners[sequence]
+        self._touched[state.request.request_id] = state
         sample = state.samples[index]
         reason = event.finish_reason
         if state.metrics.first_token_time is None:
             state.metrics.first_token_time = time.monotonic()
+        if state.num_cached_tokens is None:
+            # Of the first sample that has got so far: the others share its pages.
+            state.num_cached_tokens = event.request.num_cached
         state.metrics.num_preemptions = max(
             state.metrics.num_preemptions, event.request.num_preemptions
         )
@@ -244,7 +334,6 @@ class LLMEngine:
             sample.finish(FinishReason.STOP.value, stop)
         elif reason is not None:
             sample.finish(reason.value, event.request.stop_reason)
-        return state
 
     def _outputs(self, states: Iterable[RequestState]) -> list[RequestOutput]:
         outputs = []

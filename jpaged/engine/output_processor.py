@@ -137,6 +137,7 @@ class RequestState:
     sequences: list[int]
     samples: list[SampleState]
     metrics: RequestMetrics
+    num_cached_tokens: int | None = None
 
     @classmethod
     def create(
@@ -173,6 +174,7 @@ class RequestState:
             outputs=[sample.output(kind) for sample in samples],
             finished=finished,
             metrics=self.metrics,
+            num_cached_tokens=self.num_cached_tokens,
         )
 
 

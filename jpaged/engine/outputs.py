@@ -20,8 +20,9 @@ class CompletionOutput:
     """One sample of a request.
 
     `finish_reason` is None while running, then "stop" (end of sequence, stop string or stop id),
-    "length" or "abort". `stop_reason` is the stop string or stop id that matched, None for the
-    model's own end of sequence. `token_ids` includes the end-of-sequence or stop token.
+    "length", "abort" or "error". `stop_reason` is the stop string or stop id that matched, "deadline"
+    where the request's timeout ended it, None for the model's own end of sequence.
+    `token_ids` includes the end-of-sequence or stop token.
     `logprobs[i]` maps token id to Logprob for `token_ids[i]`.
     """
 
@@ -52,7 +53,11 @@ class RequestMetrics:
 
 @dataclasses.dataclass(slots=True)
 class RequestOutput:
-    """The state of one request: `outputs[i]` is sample i."""
+    """The state of one request: `outputs[i]` is sample i.
+
+    `num_cached_tokens` are the tokens of the prompt that were in pages when the request first ran, None
+    before its first token.
+    """
 
     request_id: str
     prompt: str | None
@@ -60,3 +65,4 @@ class RequestOutput:
     outputs: list[CompletionOutput]
     finished: bool
     metrics: RequestMetrics
+    num_cached_tokens: int | None = None

@@ -48,6 +48,8 @@ class SamplingParams:
         logprobs: None, or how many of the most likely tokens to report per position, 0 to 20; the
             sampled token is always reported. Values are log-softmax of the model's own logits.
         skip_special_tokens: leave special tokens out of the text.
+        skip_reading_prefix_cache: compute the whole prompt, though earlier requests have left pages of
+            its beginning; its own pages are kept for later ones all the same.
         output_kind: what each streamed output holds.
     """
 
@@ -63,6 +65,7 @@ class SamplingParams:
     include_stop_str_in_output: bool = False
     logprobs: int | None = None
     skip_special_tokens: bool = True
+    skip_reading_prefix_cache: bool = False
     output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
 
     def __post_init__(self) -> None:
@@ -84,7 +87,12 @@ class SamplingParams:
             self._set("logprobs", _integer("logprobs", self.logprobs, 0, MAX_LOGPROBS))
         self._set("stop", _stop_strings(self.stop))
         self._set("stop_token_ids", _stop_token_ids(self.stop_token_ids))
-        for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens"):
+        for name in (
+            "ignore_eos",
+            "include_stop_str_in_output",
+            "skip_special_tokens",
+            "skip_reading_prefix_cache",
+        ):
             if not isinstance(getattr(self, name), bool):
                 raise RequestError(
                     f"{name} must be a bool, got {type(getattr(self, name)).__name__}", field=name

@@ -1,10 +1,11 @@
 """ModelRunner: the device's state (params, kv, rows) and the compiled steps over it.
 
-Runs one plan at a time. Knows no queue and no text.
+Steps are sent one behind another, and run in that order. Knows no queue and no text.
 """
 
+import contextlib
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -34,13 +35,13 @@ _COMPILE_THREADS = 2
 
 
 class ModelRunner:
-    """Owns params, kv, rows and one compiled step a token bucket."""
+    """Owns params, kv, rows and one compiled step a token bucket. `make_kv` makes empty pages."""
 
     def __init__(
         self,
         layout: RunLayout,
         params: tuple[Array, ...],
-        kv: KV,
+        make_kv: Callable[[], KV],
         *,
         device: jax.Device,
         platform: str,
@@ -55,12 +56,14 @@ class ModelRunner:
         self.padded_tokens = 0
         self.num_compilations = 0
         self._layout = layout
-        self._kv = kv
+        self._make_kv = make_kv
+        self._kv = make_kv()
+        self._max_num_seqs = max_num_seqs
         self._device = device
         self._sharding = jax.sharding.SingleDeviceSharding(device)
         self._platform = platform
         self._attention = attention
-        widths = tuple(pages_for(max_model_len, group.page_size) for group in kv)
+        widths = tuple(pages_for(max_model_len, group.page_size) for group in self._kv)
         self._shapes = {
             tokens: StepShape(tokens, min(tokens, max_num_seqs), max_num_seqs, widths)
             for tokens in buckets
@@ -101,7 +104,7 @@ class ModelRunner:
         for size, shape in self._shapes.items():
             hidden = self._forward(size, pack_nothing(shape))
         for size in self._sample_buckets:
-            self._fetch(self._sample(hidden, [], size), top=True)
+            _fetch(_arrays(self._sample(hidden, [], size), top=True))
 
     def _lower_forward(self, tokens: int) -> jax.stages.Lowered:
         shape = self._shapes[tokens]
@@ -113,9 +116,8 @@ class ModelRunner:
         return jitted.lower(self.params, self._kv, self._rows, vector)
 
     def _lower_sample(self, count: int) -> jax.stages.Lowered:
-        rows = len(self._rows.length) - 1
         hidden = jax.ShapeDtypeStruct(
-            (rows, self._layout.config.hidden_size),
+            (self._max_num_seqs, self._layout.config.hidden_size),
             self._layout.specs[0].dtype,
             sharding=self._sharding,
         )
@@ -123,10 +125,10 @@ class ModelRunner:
         jitted = jax.jit(make_sample(self._layout, platform=self._platform), donate_argnums=1)
         return jitted.lower(self.params, self._rows, hidden, row_ids)
 
-    def run(self, plan: StepPlan, kv: KVCacheManager) -> Mapping[int, SampledToken]:
-        """Runs a plan; the tokens by sequence, for each entry that samples."""
+    def dispatch(self, plan: StepPlan, kv: KVCacheManager) -> "StepInFlight":
+        """Sends a plan to the device, behind those sent before; returns before it has run."""
         # Entries that sample first, decodes before the rest: sample takes a prefix.
-        entries = sorted(plan.entries, key=lambda entry: (not entry.samples, entry.count > 1))
+        entries = sorted(plan.entries, key=lambda e: (not e.samples, e.num_tokens > 1))
         num_tokens = plan.num_tokens
         tokens = bucket_for(num_tokens, self._buckets)
         hidden = self._forward(tokens, self._packer.pack(entries, kv, self._shapes[tokens]))
@@ -135,11 +137,29 @@ class ModelRunner:
         self.padded_tokens += tokens - num_tokens
         samplers = [entry for entry in entries if entry.samples]
         if not samplers:
-            return {}
-        rows = [entry.request.row for entry in samplers]
+            return StepInFlight([], [])
+        rows = [entry.row for entry in samplers]
         sampled = self._sample(hidden, rows, bucket_for(len(rows), self._sample_buckets))
         top = any(_num_top(entry) is not None for entry in samplers)
-        return _by_sequence(samplers, self._fetch(sampled, top=top))
+        arrays = _arrays(sampled, top=top)
+        for array in arrays:
+            array.copy_to_host_async()
+        return StepInFlight(samplers, arrays)
+
+    @staticmethod
+    def collect(step: "StepInFlight") -> Mapping[int, SampledToken]:
+        """Waits for a step; the tokens by sequence, for each entry that samples."""
+        return _by_sequence(step.samplers, _fetch(step.arrays)) if step.samplers else {}
+
+    def recover(self) -> None:
+        """After a step has failed: what it took with it is made anew. Pages hold nothing any more."""
+        # Steps behind it have failed with it, or must have ended before their memory is given back.
+        for group in self._kv:
+            with contextlib.suppress(Exception):
+                jax.block_until_ready(group.pages)
+        self._kv, self._rows = (), None
+        self._kv = self._make_kv()
+        self._rows = jax.device_put(empty_rows(self._max_num_seqs), self._device)
 
     def close(self) -> None:
         """Lets go of every array and program."""
@@ -156,18 +176,19 @@ class ModelRunner:
 
     def _sample(self, hidden: Array, rows: Sequence[int], size: int) -> Sampled:
         """Samples the first entries of a step, which are in `rows`."""
-        row_ids = np.full(size, len(self._rows.length) - 1, np.int32)
+        row_ids = np.full(size, self._max_num_seqs, np.int32)
         row_ids[: len(rows)] = rows
         row_ids = jax.device_put(row_ids, self._device)
         self._rows, sampled = self._samples[size](self.params, self._rows, hidden, row_ids)
         return sampled
 
-    @staticmethod
-    def _fetch(sampled: Sampled, *, top: bool) -> "_HostSampled":
-        """Host copies of what was sampled, as Python values."""
-        basic = [sampled.tokens, sampled.logprobs]
-        more = [sampled.ranks, sampled.top_ids, sampled.top_logprobs] if top else []
-        return _HostSampled(*(array.tolist() for array in jax.device_get(basic + more)))
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class StepInFlight:
+    """A step on its way: the entries that sample, and the arrays in which their tokens will be."""
+
+    samplers: list[PlanEntry]
+    arrays: list[Array]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -179,6 +200,17 @@ class _HostSampled:
     ranks: list[int] = dataclasses.field(default_factory=list)
     top_ids: list[list[int]] = dataclasses.field(default_factory=list)
     top_logprobs: list[list[float]] = dataclasses.field(default_factory=list)
+
+
+def _arrays(sampled: Sampled, *, top: bool) -> list[Array]:
+    """What the host reads of a sampled step."""
+    more = [sampled.ranks, sampled.top_ids, sampled.top_logprobs] if top else []
+    return [sampled.tokens, sampled.logprobs, *more]
+
+
+def _fetch(arrays: Sequence[Array]) -> _HostSampled:
+    """Host copies of what was sampled, as Python values."""
+    return _HostSampled(*(array.tolist() for array in jax.device_get(list(arrays))))
 
 
 def _num_top(entry: PlanEntry) -> int | None:

@@ -68,7 +68,8 @@ class StepInput(Generic[A]):
         tokens: `[tokens]`, LAST_TOKEN where the row's own last token is meant; 0 for padding.
         cu_q_lens: `[entries + 1]`, where each entry's tokens begin.
         row_ids: `[entries]`, the dummy row for unused entries.
-        reset: `[entries]`, 1 where the row begins a new sequence at position 0.
+        reset: `[entries]`, where the row begins a new sequence one more than the position it begins at,
+            else 0.
         sampling: `[entries, NUM_WORDS]`, sampling parameters of rows that are reset.
         page_tables: `[entries, table_width]` by KV group.
     """
@@ -121,18 +122,18 @@ class StepPacker:
         at = 0
         for i, entry in enumerate(entries):
             request = entry.request
-            stop = at + entry.count
-            if entry.count == 1 and request.last_token_on_device and not request.row_is_new:
+            stop = at + entry.num_tokens
+            if entry.on_device:
                 step.tokens[at] = LAST_TOKEN
             else:
-                step.tokens[at:stop] = request.tokens(entry.first, entry.first + entry.count)
+                step.tokens[at:stop] = request.tokens(entry.first, entry.first + entry.num_tokens)
             at = stop
             step.cu_q_lens[i + 1] = at
-            step.row_ids[i] = request.row
-            if request.row_is_new:
+            step.row_ids[i] = entry.row
+            if entry.is_new:
                 sampling = request.sampling
                 assert isinstance(sampling, SequenceSampling)
-                step.reset[i] = 1
+                step.reset[i] = 1 + entry.first
                 step.sampling[i] = sampling.words()
             self._update_tables(entry, kv)
         step.cu_q_lens[len(entries) + 1 :] = at
@@ -142,10 +143,10 @@ class StepPacker:
         return vector
 
     def _update_tables(self, entry: PlanEntry, kv: KVCacheManager) -> None:
-        row = entry.request.row
+        row = entry.row
         for group, table in enumerate(self._tables):
             written = self._written[group]
-            if entry.request.row_is_new:
+            if entry.is_new:
                 table[row] = 0
                 written[row] = 0
             pages = kv.table(entry.request.sequence, group)

@@ -115,13 +115,13 @@ def make_sample(
 
 
 def _reset_rows(rows: Rows, given: StepInput[jax.Array]) -> Rows:
-    """Rows that begin a new sequence take its parameters and length 0."""
+    """Rows that begin a new sequence take its parameters, and the length that is in pages already."""
     # Rows that stay, and unused entries, write to the dummy row: zeros, which ask for nothing.
-    target = jnp.where(given.reset == 1, given.row_ids, rows.length.shape[0] - 1)
+    target = jnp.where(given.reset > 0, given.row_ids, rows.length.shape[0] - 1)
     return dataclasses.replace(
         rows,
         sampling=rows.sampling.at[target].set(given.sampling),
-        length=rows.length.at[target].set(0),
+        length=rows.length.at[target].set(jnp.maximum(given.reset - 1, 0)),
     )
 
 

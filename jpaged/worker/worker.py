@@ -28,8 +28,9 @@ from jpaged.pallas_kernels import allocate_kv, bytes_per_page
 from jpaged.worker.compile_cache import default_cache_dir
 from jpaged.worker.device import choose_device, choose_dtype, platform_of
 from jpaged.worker.memory import GroupSize, PoolPlan, plan_pools, pool_budget
-from jpaged.worker.model_runner import ModelRunner
+from jpaged.worker.model_runner import ModelRunner, StepInFlight
 from jpaged.worker.step_input import token_buckets
+from jpaged.worker.step_program import KV
 
 logger = logging.getLogger(__name__)
 
@@ -89,23 +90,10 @@ class Worker:
         self.pools = self._plan_pools(args, platform)
         self.max_model_len = self.pools.max_model_len
         params = self._layout.to_run(source.tensors(progress=args.progress), device=self.device)
-        kv = tuple(
-            allocate_kv(
-                len(group.layers),
-                spec.num_pages,
-                args.page_size,
-                config.num_kv_heads,
-                config.head_dim,
-                dtype=self.dtype,
-                device=self.device,
-                platform=platform,
-            )
-            for group, spec in zip(config.kv_groups, self.pools.specs, strict=True)
-        )
         self.runner = ModelRunner(
             self._layout,
             params,
-            kv,
+            lambda: self._make_kv(args.page_size, platform),
             device=self.device,
             platform=platform,
             attention=args.attention,
@@ -126,9 +114,17 @@ class Worker:
             self.pools.num_bytes // 2**20,
         )
 
-    def run(self, plan: StepPlan, kv: KVCacheManager) -> Mapping[int, SampledToken]:
-        """Runs one step; the sampled tokens by sequence."""
-        return self.runner.run(plan, kv)
+    def dispatch(self, plan: StepPlan, kv: KVCacheManager) -> StepInFlight:
+        """Sends a step to the device, behind those sent before; returns before it has run."""
+        return self.runner.dispatch(plan, kv)
+
+    def collect(self, step: StepInFlight) -> Mapping[int, SampledToken]:
+        """Waits for a step; the sampled tokens by sequence."""
+        return self.runner.collect(step)
+
+    def recover(self) -> None:
+        """Makes the device's state usable after a step has failed; pages hold nothing any more."""
+        self.runner.recover()
 
     def update_params(self, tree: object) -> None:
         """Puts other weights in place. Raises ModelLoadError, and changes nothing, if they do not fit."""
@@ -158,6 +154,22 @@ class Worker:
     def close(self) -> None:
         """Lets go of params, kv and compiled steps."""
         self.runner.close()
+
+    def _make_kv(self, page_size: int, platform: str) -> KV:
+        config = self.config
+        return tuple(
+            allocate_kv(
+                len(group.layers),
+                spec.num_pages,
+                page_size,
+                config.num_kv_heads,
+                config.head_dim,
+                dtype=self.dtype,
+                device=self.device,
+                platform=platform,
+            )
+            for group, spec in zip(config.kv_groups, self.pools.specs, strict=True)
+        )
 
     def _plan_pools(self, args: WorkerArgs, platform: str) -> PoolPlan:
         config = self.config

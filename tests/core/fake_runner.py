@@ -1,17 +1,21 @@
-"""A runner without a device: pages are lists of tokens, and the model is a hash of what it reads back.
+"""A runner without a device: pages hold digests of what was written, and the model is a hash of the tokens.
 
-A token is sampled only from what the page tables give back, so a page that is shared, lost or returned too
-early changes the output.
+A slot holds a digest of everything up to its token, so that a page that is shared wrongly, lost, or returned
+too early is found when it is read. Steps are carried out when they are collected, as late as can be, from
+page tables as they were when the step was sent: just what a device does that runs behind its host.
 """
 
+import dataclasses
 import random
 import zlib
 from collections.abc import Sequence
+from typing import Any
 
 from jpaged.core.kv_cache_manager import KVCacheManager, KVGroupSpec
-from jpaged.core.request import Request, RequestStatus
-from jpaged.core.scheduler import Scheduler, SchedulerConfig
-from jpaged.core.step_plan import SampledToken, StepPlan, TokenEvent
+from jpaged.core.request import FinishReason, Request, RequestStatus
+from jpaged.core.scheduler import Scheduler
+from jpaged.core.scheduler_config import SchedulerConfig
+from jpaged.core.step_plan import PlanEntry, SampledToken, StepPlan, TokenEvent
 
 VOCAB = 50
 
@@ -33,6 +37,37 @@ def expected_output(request: Request, windows: Sequence[int | None]) -> list[int
     return tokens[prompt:]
 
 
+class Truth:
+    """The tokens of a sequence as the device has sampled them, and digests of its prefixes."""
+
+    def __init__(self, request: Request) -> None:
+        self.tokens = list(request.prompt_token_ids)
+        self.extras = repr(sorted(request.extras))
+        self._digests: dict[int, list[int]] = {}
+
+    def forget(self, length: int) -> None:
+        """Tokens behind the first `length` have not been sampled after all."""
+        del self.tokens[length:]
+        self._digests.clear()
+
+    def digests(self, weights: int, length: int) -> list[int]:
+        """Digest i stands for tokens [0, i] under these weights."""
+        chain = self._digests.setdefault(weights, [])
+        for index in range(len(chain), length):
+            before = chain[-1] if chain else zlib.crc32(f"{weights} {self.extras}".encode())
+            chain.append(zlib.crc32(f"{before} {self.tokens[index]}".encode()))
+        return chain
+
+
+@dataclasses.dataclass
+class SentEntry:
+    """What the device was told of one entry: nothing that changes afterwards."""
+
+    entry: PlanEntry
+    tokens: list[int] | None
+    tables: list[list[int]]
+
+
 class FakeRunner:
     """Runs plans of one scheduler and checks its books after every move."""
 
@@ -44,24 +79,68 @@ class FakeRunner:
         max_num_seqs: int,
         max_num_batched_tokens: int,
         max_model_len: int,
+        overlap: bool = False,
+        prefix_caching: bool = True,
+        **config: Any,
     ) -> None:
         self.windows = [spec.window for spec in groups]
-        self.kv = KVCacheManager(groups, page_size, max_step_tokens=max_num_batched_tokens)
+        self.overlap = overlap
+        self.kv = KVCacheManager(
+            groups,
+            page_size,
+            max_step_tokens=max_num_batched_tokens,
+            prefix_caching=prefix_caching,
+        )
         self.scheduler = Scheduler(
             SchedulerConfig(
                 max_num_seqs=max_num_seqs,
                 max_num_batched_tokens=max_num_batched_tokens,
                 max_model_len=max_model_len,
+                **config,
             ),
             self.kv,
         )
         self.slots = [[-1] * (spec.num_pages * page_size) for spec in groups]
+        self.rows = [(-1, -1)] * max_num_seqs  # last token, length
+        self.weights = 0
         self.num_steps = 0
         self.num_tokens = 0
+        self.in_flight: tuple[StepPlan, list[SentEntry]] | None = None
+        self._truths: dict[int, Truth] = {}
 
     def step(self) -> list[TokenEvent]:
-        """schedule, run, update."""
-        return self.finish_step(self.begin_step())
+        """One turn of the engine's loop."""
+        plan = self.begin_step()
+        if not self.overlap:
+            return self.finish_step(plan) if plan.entries else []
+        before = self.in_flight
+        self.in_flight = (plan, self.send(plan)) if plan.entries else None
+        return self.collect(*before) if before is not None else []
+
+    def settle(self) -> list[TokenEvent]:
+        """Collects the step in flight."""
+        before, self.in_flight = self.in_flight, None
+        return self.collect(*before) if before is not None else []
+
+    def change_weights(self) -> None:
+        """Between two steps, the model changes."""
+        self.settle()
+        self.weights += 1
+        self.scheduler.weights_changed()
+        self.scheduler.check()
+
+    def lose_steps(self) -> None:
+        """The step that is sent now fails, and the one in flight with it; what pages hold is gone."""
+        plan = self.begin_step()
+        plans = [plan] if self.in_flight is None else [self.in_flight[0], plan]
+        self.in_flight = None
+        for request in {e.request for p in plans for e in p.entries}:
+            if request.sequence in self._truths:
+                self._truths[request.sequence].forget(request.num_tokens)
+        for slots in self.slots:
+            slots[:] = [-1] * len(slots)
+        self.scheduler.steps_lost(*plans)
+        self.scheduler.check()
 
     def begin_step(self) -> StepPlan:
         """schedule and check the plan."""
@@ -69,78 +148,135 @@ class FakeRunner:
         unfinished = scheduler.has_unfinished()
         plan = scheduler.schedule()
         scheduler.check()
-        assert bool(plan.entries) == unfinished, "a step without work, or work without a step"
+        assert not plan.failed
+        if self.in_flight is None:
+            assert bool(plan.entries) == unfinished, "a step without work, or work without a step"
         assert plan.num_tokens <= config.max_num_batched_tokens
         assert len(plan.entries) <= config.max_num_seqs
-        counts = [entry.count for entry in plan.entries]
+        counts = [entry.num_tokens for entry in plan.entries]
         assert counts == sorted(counts, key=lambda count: count > 1), "decodes come first"
         for request in plan.preempted:
             assert request.status is not RequestStatus.RUNNING and request.row == -1
-        assert len({entry.request.row for entry in plan.entries}) == len(plan.entries)
+        assert len({entry.row for entry in plan.entries}) == len(plan.entries)
         for entry in plan.entries:
             request = entry.request
-            assert request.status is RequestStatus.RUNNING and request.row >= 0
-            assert entry.first == request.num_computed and entry.count >= 1
-            assert entry.first + entry.count <= request.num_tokens
-            assert entry.samples == (entry.first + entry.count == request.num_tokens)
+            assert request.status is RequestStatus.RUNNING and request.row == entry.row >= 0
+            assert entry.num_tokens >= 1
+            total = request.num_tokens + request.num_pending - entry.samples
+            assert request.num_computed == entry.first + entry.num_tokens <= total
+            assert entry.samples == (request.num_computed == total)
+            self._check_not_shared(entry)
         return plan
 
     def finish_step(self, plan: StepPlan) -> list[TokenEvent]:
         """Runs a plan that was scheduled; requests may have been finished from outside meanwhile."""
-        sampled: dict[int, SampledToken] = {}
         live = [e for e in plan.entries if e.request.status is RequestStatus.RUNNING]
-        for entry in live:
-            stop = entry.first + entry.count
-            tokens = entry.request.tokens(entry.first, stop)
-            assert len(tokens) == entry.count
-            for position, token in zip(range(entry.first, stop), tokens, strict=True):
-                for group in range(len(self.windows)):
-                    self.slots[group][self._slot(entry.request, group, position)] = token
+        return self.collect(plan, self.send(StepPlan(entries=live, preempted=[])))
+
+    def send(self, plan: StepPlan) -> list[SentEntry]:
+        """What the device is told."""
+        sent = []
+        for entry in plan.entries:
+            request, stop = entry.request, entry.first + entry.num_tokens
+            self._truths.setdefault(request.sequence, Truth(request))
+            tokens = None if entry.on_device else request.tokens(entry.first, stop)
+            assert tokens is None or len(tokens) == entry.num_tokens
+            tables = [
+                list(self.kv.table(request.sequence, group)) for group in range(len(self.windows))
+            ]
+            sent.append(SentEntry(entry, tokens, tables))
+        return sent
+
+    def collect(self, plan: StepPlan, sent: list[SentEntry]) -> list[TokenEvent]:
+        """Carries a step out, and tells the scheduler."""
+        for one in sent:
+            self._write(one)
         # All writes come before all reads, as in a device step that reads what others wrote.
-        for entry in live:
-            read = self._read(entry.request, entry.first, entry.first + entry.count)
-            if entry.samples:
-                token = next_token(read, self.windows)
-                sampled[entry.request.sequence] = SampledToken(token=token, logprob=0.0)
+        sampled = {}
+        for one in sent:
+            token = self._read(one)
+            if token is not None:
+                sampled[one.entry.request.sequence] = SampledToken(token=token, logprob=0.0)
         events = self.scheduler.update(plan, sampled)
         self.scheduler.check()
         self.num_steps += 1
         self.num_tokens += plan.num_tokens
         return events
 
-    def _slot(self, request: Request, group: int, position: int) -> int:
-        page = self.kv.table(request.sequence, group)[position // self.kv.page_size]
+    def _write(self, one: SentEntry) -> None:
+        entry, truth = one.entry, self._truths[one.entry.request.sequence]
+        stop = entry.first + entry.num_tokens
+        last, length = self.rows[entry.row]
+        if not entry.is_new:
+            assert length == entry.first, "the row is elsewhere on the device"
+        self.rows[entry.row] = (last, stop)
+        tokens = [last] if one.tokens is None else one.tokens
+        assert tokens == truth.tokens[entry.first : stop], "other tokens than were sampled"
+        digests = truth.digests(self.weights, stop)
+        for group in range(len(self.windows)):
+            for position in range(entry.first, stop):
+                self.slots[group][self._slot(one, group, position)] = digests[position]
+
+    def _read(self, one: SentEntry) -> int | None:
+        """The token that is sampled, after checking that each group gives back what it can see."""
+        entry, truth = one.entry, self._truths[one.entry.request.sequence]
+        stop = entry.first + entry.num_tokens
+        digests = truth.digests(self.weights, stop)
+        for group, window in enumerate(self.windows):
+            oldest = 0 if window is None else max(0, entry.first - window + 1)
+            for position in range(oldest, stop):
+                assert self.slots[group][self._slot(one, group, position)] == digests[position], (
+                    f"sequence {entry.request.sequence} reads foreign tokens at {position}"
+                )
+        if not entry.samples:
+            return None
+        token = next_token(truth.tokens, self.windows)
+        truth.tokens.append(token)
+        self.rows[entry.row] = (token, stop)
+        return token
+
+    def _slot(self, one: SentEntry, group: int, position: int) -> int:
+        page = one.tables[group][position // self.kv.page_size]
         assert page > 0, "a token of the step has no page"
         return page * self.kv.page_size + position % self.kv.page_size
 
-    def _read(self, request: Request, first: int, stop: int) -> list[int]:
-        """All tokens, after checking that each group gives back what its windows can see."""
-        tokens = request.tokens(0, stop)
-        for group, window in enumerate(self.windows):
-            oldest = 0 if window is None else max(0, first - window + 1)
-            read = [
-                self.slots[group][self._slot(request, group, position)]
-                for position in range(oldest, stop)
-            ]
-            assert read == tokens[oldest:], f"sequence {request.sequence} reads foreign tokens"
-        return tokens
+    def _check_not_shared(self, entry: PlanEntry) -> None:
+        size, stop = self.kv.page_size, entry.first + entry.num_tokens
+        for group, pool in enumerate(self.kv.pools):
+            table = self.kv.table(entry.request.sequence, group)
+            for index in range(entry.first // size, -(-stop // size)):
+                assert pool.num_owners(table[index]) == 1, "a shared page is written"
+
+    def abort(self, sequence: int) -> bool:
+        """Ends a sequence from outside."""
+        done = self.scheduler.finish(sequence, FinishReason.ABORT)
+        self.scheduler.check()
+        return done
 
     def assert_empty(self) -> None:
-        """Every page and row is free again."""
+        """Every page and row is free again, but for pages that are kept for their content."""
         assert self.scheduler.num_running == self.scheduler.num_waiting == 0
+        assert self.scheduler.num_waiting_tokens == 0
         self.kv.check({})
         assert self.kv.num_held == 0
+        assert all(pool.num_set_aside == 0 for pool in self.kv.pools)
 
 
-def random_request(rng: random.Random, sequence: int, max_model_len: int, **kw: object) -> Request:
-    """A request of random lengths, sometimes with ids that end it."""
+def random_request(rng: random.Random, sequence: int, max_model_len: int, **kw: Any) -> Request:
+    """A request of random lengths, sometimes with ids that end it, often with a known beginning."""
     prompt = rng.randint(1, max_model_len - 1)
     if rng.random() < 0.7:
         prompt = rng.randint(1, min(12, max_model_len - 1))
     ends = frozenset(rng.sample(range(VOCAB), 2)) if rng.random() < 0.3 else frozenset()
-    return Request(
-        sequence=sequence,
-        prompt_token_ids=[rng.randrange(VOCAB) for _ in range(prompt)],
-        max_tokens=rng.randint(1, max_model_len - prompt),
-        **{rng.choice(["stop_token_ids", "eos_token_ids"]): ends, **kw},  # type: ignore[arg-type]
-    )
+    ids = [rng.randrange(VOCAB) for _ in range(prompt)]
+    known = rng.choice([0, 0, rng.randint(0, prompt)])
+    ids[:known] = [(7 * i) % VOCAB for i in range(known)]
+    options: dict[str, Any] = {
+        rng.choice(["stop_token_ids", "eos_token_ids"]): ends,
+        "max_tokens": rng.randint(1, max_model_len - prompt),
+        "priority": rng.choice([0, 0, 1, -1]),
+        "extras": rng.choice([(), (), (), (("cache_salt", b"a"),)]),
+        "reads_cache": rng.random() < 0.9,
+        "ends_by_length": not ends and rng.random() < 0.5,
+    }
+    return Request(sequence=sequence, prompt_token_ids=ids, **options | kw)

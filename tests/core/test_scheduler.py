@@ -2,25 +2,37 @@
 
 import math
 import random
+from typing import Any
 
 import pytest
 
 from jpaged.core.kv_cache_manager import KVCacheManager, KVGroupSpec
 from jpaged.core.request import FinishReason, Request, RequestStatus
-from jpaged.core.scheduler import Scheduler, SchedulerConfig
+from jpaged.core.scheduler import Scheduler
+from jpaged.core.scheduler_config import SchedulerConfig
 
 from .fake_runner import FakeRunner, expected_output
 
 
 def runner(
-    *, pages: int = 1000, page_size: int = 4, rows: int = 8, budget: int = 16, length: int = 100
+    *,
+    pages: int = 1000,
+    page_size: int = 4,
+    rows: int = 8,
+    budget: int = 16,
+    length: int = 100,
+    window: int | None = None,
+    **options: Any,
 ) -> FakeRunner:
+    # As many as have room, unless a test is about admission: preemption is what most are about.
+    options = {"admission": "all", **options}
     return FakeRunner(
-        groups=[KVGroupSpec(pages)],
+        groups=[KVGroupSpec(pages, window)],
         page_size=page_size,
         max_num_seqs=rows,
         max_num_batched_tokens=budget,
         max_model_len=length,
+        **options,
     )
 
 
@@ -43,7 +55,7 @@ def test_a_prompt_is_cut_into_chunks_of_the_budget() -> None:
     while run.scheduler.has_unfinished():
         plan = run.begin_step()
         (entry,) = plan.entries
-        chunks.append((entry.first, entry.count, entry.samples))
+        chunks.append((entry.first, entry.num_tokens, entry.samples))
         run.finish_step(plan)
     assert chunks == [(0, 16, False), (16, 16, False), (32, 8, True), (40, 1, True), (41, 1, True)]
     run.assert_empty()
@@ -182,7 +194,7 @@ def test_mixed_requests_are_batched_continuously() -> None:
     """64 requests: late ones emit before the longest ends, and no step is wasted."""
     rng = random.Random(0)
     budget = 512
-    run = runner(pages=2000, page_size=16, rows=64, budget=budget, length=800)
+    run = runner(pages=2000, page_size=16, rows=64, budget=budget, length=800, prefix_caching=False)
 
     def length(median: int, most: int) -> int:
         return min(most, max(16, round(median * math.exp(rng.gauss(0, 0.9)))))

@@ -1,5 +1,6 @@
 """An engine inside a JAX program: live weights, swapped between steps, and nothing changed around it."""
 
+import itertools
 import os
 import warnings
 from typing import Any
@@ -153,22 +154,35 @@ def test_a_step_compiles_nothing_and_donates_without_a_warning(llm: LLM) -> None
     assert llm.engine.stats().num_compilations <= 16
 
 
-def test_a_step_that_fails_before_the_device_leaves_the_pool_alive(
-    llm: LLM, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("where", ["dispatch", "collect"])
+def test_a_step_that_fails_is_run_again_and_loses_nothing(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch, where: str
 ) -> None:
-    """What raises on the way to the device has not donated anything."""
-    runner = llm.engine._worker.runner
+    worker = llm.engine._worker
+    real, calls = getattr(worker, where), itertools.count(1)
+
+    def failing(*args: Any) -> Any:
+        if next(calls) in (2, 5, 6):
+            raise RuntimeError("a passing trouble")
+        return real(*args)
+
     with monkeypatch.context() as patch:
-        patch.setattr(runner, "_packer", None)
+        patch.setattr(worker, where, failing)
+        assert tokens(llm) == tiny.greedy(IDS, 8)
+    assert next(calls) > 8
+
+
+def test_a_device_that_goes_on_failing_is_given_up() -> None:
+    with tiny.llm() as llm:
+        llm.engine._worker.runner._packer = None  # type: ignore[assignment]
         llm.engine.add_request("r", PROMPT, GREEDY)
         with pytest.raises(EngineDeadError, match="step failed"):
+            for _ in range(3):
+                assert llm.engine.step() == []
+        with pytest.raises(EngineDeadError):
+            llm.engine.add_request("r2", PROMPT, GREEDY)
+        with pytest.raises(EngineDeadError):
             llm.engine.step()
-    with pytest.raises(EngineDeadError):
-        llm.engine.add_request("r2", PROMPT, GREEDY)
-    assert not any(array.is_deleted() for array in jax.tree.leaves((runner._kv, runner._rows)))
-    llm.engine._dead = None
-    llm.engine.abort_request("r")
-    assert tokens(llm) == tiny.greedy(IDS, 8)
 
 
 def test_no_global_setting_differs_afterwards() -> None:

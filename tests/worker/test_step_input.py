@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 from jpaged import SamplingParams
 from jpaged.core.kv_cache_manager import KVCacheManager, KVGroupSpec, pages_for
 from jpaged.core.request import Request
-from jpaged.core.scheduler import Scheduler, SchedulerConfig
+from jpaged.core.scheduler import Scheduler
+from jpaged.core.scheduler_config import SchedulerConfig
 from jpaged.core.step_plan import SampledToken
 from jpaged.sampling.row_params import NUM_WORDS, SequenceSampling
 from jpaged.worker.step_input import (
@@ -59,11 +60,13 @@ def test_the_device_reads_what_was_planned(data: st.DataObject) -> None:
         scheduler.add(
             Request(
                 sequence=sequence,
-                prompt_token_ids=[100 * sequence + i for i in range(length)],
+                # Two in three begin alike, so that some begin with pages of others.
+                prompt_token_ids=[100 * (sequence % 3 == 0) + i for i in range(length)],
                 max_tokens=data.draw(st.integers(1, LONGEST - length)),
                 sampling=SequenceSampling(params=params, seed=sequence, sample=0),
             )
         )
+    starts: dict[int, int] = {}
     for _ in range(data.draw(st.integers(1, 40))):
         plan = scheduler.schedule()
         if not plan.entries:
@@ -75,15 +78,19 @@ def test_the_device_reads_what_was_planned(data: st.DataObject) -> None:
         for i, entry in enumerate(plan.entries):
             request = entry.request
             start, stop = int(step.cu_q_lens[i]), int(step.cu_q_lens[i + 1])
-            assert stop - start == entry.count
+            assert stop - start == entry.num_tokens
             given_tokens = step.tokens[start:stop].tolist()
-            known = request.tokens(entry.first, entry.first + entry.count)
-            if request.last_token_on_device:
+            if entry.is_new:
+                starts[request.sequence] = request.num_tokens
+            # What the row has sampled itself, since it was given to the sequence, is on the device.
+            assert entry.on_device == (entry.first >= starts[request.sequence])
+            if entry.on_device:
                 assert given_tokens == [LAST_TOKEN]
             else:
-                assert given_tokens == known
+                assert given_tokens == request.tokens(entry.first, entry.first + entry.num_tokens)
             assert step.row_ids[i] == request.row
-            assert bool(step.reset[i]) == (entry.first == 0)
+            assert step.reset[i] == (1 + entry.first if entry.is_new else 0)
+            assert not entry.is_new or entry.first % PAGE_SIZE == 0
             expected = request.sampling.words() if step.reset[i] else np.zeros(NUM_WORDS)  # type: ignore[attr-defined]
             np.testing.assert_array_equal(step.sampling[i], expected)
             for group, table in enumerate(step.page_tables):

@@ -67,9 +67,10 @@ def build_app(engine: AsyncLLMEngine) -> FastAPI:
             engine,
             metrics,
             writer,
-            prompts=prompts,
+            prompts=[body.salted(prompt) for prompt in prompts],
             params=params,
             stream=bool(body.stream),
+            **body.scheduling(),
         )
 
     @app.post("/v1/chat/completions", openapi_extra=_described("/v1/chat/completions", ChatBody))
@@ -98,9 +99,10 @@ def build_app(engine: AsyncLLMEngine) -> FastAPI:
             engine,
             metrics,
             writer,
-            prompts=[prompt],
+            prompts=[body.salted(prompt)],
             params=params,
             stream=bool(body.stream),
+            **body.scheduling(),
         )
 
     @app.post("/generate", openapi_extra=_described("/generate", GenerateBody))
@@ -114,9 +116,10 @@ def build_app(engine: AsyncLLMEngine) -> FastAPI:
             engine,
             metrics,
             writer,
-            prompts=[body.prompt],
+            prompts=[body.salted(body.prompt)],
             params=params,
             stream=bool(body.stream),
+            **body.scheduling(),
         )
 
     @app.get("/v1/models")

@@ -107,6 +107,11 @@ class _EngineCollector(Collector):
         }
         counters = {
             "num_preemptions": ("Sequences that lost their pages.", stats.num_preemptions),
+            "prefix_cache_queries": (
+                "Prompt tokens looked for in pages of earlier requests.",
+                stats.prefix_cache_queries,
+            ),
+            "prefix_cache_hits": ("Prompt tokens found there.", stats.prefix_cache_hits),
             "prompt_tokens": ("Tokens of prompts taken in.", stats.prompt_tokens),
             "generation_tokens": ("Tokens generated.", stats.generation_tokens),
             "engine_steps": ("Device steps.", stats.num_steps),

@@ -4,10 +4,11 @@ Types are checked here, values by SamplingParams, so that there is one owner of 
 """
 
 from collections.abc import Mapping
-from typing import Annotated, ClassVar, Self
+from typing import Annotated, ClassVar, Self, TypedDict
 
 import pydantic
 
+from jpaged.engine.input_processor import Prompt
 from jpaged.entrypoints.server.fields import (
     CHAT_NEUTRAL,
     COMPLETION_NEUTRAL,
@@ -40,6 +41,13 @@ TokenIds = Annotated[list[int], _First()]
 Texts = Annotated[list[str], _First()]
 
 
+class Scheduling(TypedDict):
+    """How a request is scheduled."""
+
+    priority: int
+    timeout: float | None
+
+
 class Body(pydantic.BaseModel):
     """A JSON body: strict types; null means the default."""
 
@@ -67,6 +75,29 @@ class Body(pydantic.BaseModel):
             raise RequestError(message, field=field) from None
 
 
+class RequestBody(Body):
+    """What every request to generate may say of its scheduling.
+
+    `timeout` is in seconds, time in the queue included. Requests with different `cache_salt` share no
+    pages. `priority` is lowest first, and needs an engine with that policy.
+    """
+
+    priority: int | None = None
+    timeout: float | None = None
+    cache_salt: str | None = None
+
+    def salted(self, prompt: Prompt) -> Prompt:
+        """The prompt with the body's salt."""
+        if self.cache_salt is None:
+            return prompt
+        key = "prompt" if isinstance(prompt, str) else "prompt_token_ids"
+        return {key: prompt, "cache_salt": self.cache_salt}
+
+    def scheduling(self) -> Scheduling:
+        """Arguments of `AsyncLLMEngine.generate`."""
+        return {"priority": self.priority or 0, "timeout": self.timeout}
+
+
 class StreamOptions(pydantic.BaseModel):
     """`include_usage` asks for one more chunk with the usage."""
 
@@ -76,7 +107,7 @@ class StreamOptions(pydantic.BaseModel):
     include_obfuscation: bool | None = None
 
 
-class OpenAIBody(Body):
+class OpenAIBody(RequestBody):
     """What both OpenAI endpoints take, and the vLLM extras."""
 
     model: str | None = None
@@ -91,6 +122,7 @@ class OpenAIBody(Body):
     ignore_eos: bool | None = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
+    skip_reading_prefix_cache: bool | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
 
@@ -114,6 +146,7 @@ class OpenAIBody(Body):
             "ignore_eos",
             "include_stop_str_in_output",
             "skip_special_tokens",
+            "skip_reading_prefix_cache",
         )
         given = {n: getattr(self, n) for n in names if getattr(self, n) is not None}
         return SamplingParams(**{**given, **special})
@@ -227,7 +260,7 @@ class ChatBody(OpenAIBody):
         return [message.for_template(i) for i, message in enumerate(self.messages)]
 
 
-class GenerateBody(Body):
+class GenerateBody(RequestBody):
     """POST /generate."""
 
     prompt: str | TokenIds

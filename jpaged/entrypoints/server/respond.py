@@ -15,9 +15,9 @@ from jpaged.engine.outputs import RequestOutput
 from jpaged.entrypoints.server.errors import (
     INTERNAL_ERROR,
     ApiError,
-    aborted,
     as_api_error,
     error_event,
+    failure,
     logger,
 )
 from jpaged.entrypoints.server.metrics import Metrics
@@ -64,6 +64,8 @@ async def respond(
     prompts: Sequence[Prompt],
     params: SamplingParams,
     stream: bool,
+    priority: int = 0,
+    timeout: float | None = None,
 ) -> Response:
     """The answer to a request whose body has been read.
 
@@ -72,7 +74,13 @@ async def respond(
     if stream:
         params = streamed(params)
     streams = [
-        engine.generate(prompt, params, f"{writer.request_id}-{i}" if i else writer.request_id)
+        engine.generate(
+            prompt,
+            params,
+            f"{writer.request_id}-{i}" if i else writer.request_id,
+            priority=priority,
+            timeout=timeout,
+        )
         for i, prompt in enumerate(prompts)
     ]
     watch = ClientWatch(request.receive, streams)
@@ -84,8 +92,9 @@ async def respond(
             body = encode(writer.body(outputs))
             for i, output in enumerate(outputs):
                 metrics.observe(output, writer.longest(i))
-            if any(_is_aborted(output) for output in outputs):
-                raise aborted()
+            for output in outputs:
+                if (failed := failure(output)) is not None:
+                    raise failed
             return Response(body.encode(), media_type="application/json")
         events = _events(streams, writer, metrics)
         first = await anext(events, b"")
@@ -107,13 +116,9 @@ async def respond(
 def _told(error: Exception) -> ApiError:
     """What the client is told of an error; the log has the whole story of one of ours."""
     told = as_api_error(error)
-    if told.code == INTERNAL_ERROR:
+    if told.code == INTERNAL_ERROR and told is not error:
         logger.error("a request failed", exc_info=error)
     return told
-
-
-def _is_aborted(output: RequestOutput) -> bool:
-    return any(part.finish_reason == "abort" for part in output.outputs)
 
 
 class EventStream(Response):
@@ -163,8 +168,8 @@ async def _events(
         if output.finished:
             left -= 1
             metrics.observe(output, writer.longest(i))
-        if _is_aborted(output):
-            raise aborted()
+        if (failed := failure(output)) is not None:
+            raise failed
         if not left:
             data += writer.last_events()
         if data:

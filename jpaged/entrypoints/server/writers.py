@@ -35,6 +35,7 @@ class Writer(abc.ABC):
         self.request_id = request_id
         self._n = n
         self._prompt_tokens: dict[int, int] = {}
+        self._cached_tokens = 0
         # Of each choice, as far as told.
         self._tokens: collections.Counter[int] = collections.Counter()
 
@@ -73,6 +74,7 @@ class Writer(abc.ABC):
     def _begin(self, prompt_index: int, output: RequestOutput) -> None:
         """Sees the first output of each prompt."""
         self._prompt_tokens[prompt_index] = len(output.prompt_token_ids)
+        self._cached_tokens += output.num_cached_tokens or 0
 
     def _take_in(self, outputs: Sequence[RequestOutput]) -> None:
         """Sees the final output of each prompt, for a whole answer."""
@@ -81,12 +83,13 @@ class Writer(abc.ABC):
             for part in output.outputs:
                 self._tokens[i * self._n + part.index] = len(part.token_ids)
 
-    def _usage(self) -> dict[str, int]:
+    def _usage(self) -> dict[str, object]:
         prompt, completion = sum(self._prompt_tokens.values()), self._tokens.total()
         return {
             "prompt_tokens": prompt,
             "completion_tokens": completion,
             "total_tokens": prompt + completion,
+            "prompt_tokens_details": {"cached_tokens": self._cached_tokens},
         }
 
 

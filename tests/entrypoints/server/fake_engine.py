@@ -95,12 +95,15 @@ class FakeEngine:
         return cls()
 
     def process_inputs(
-        self, request_id: str, prompt: object, params: SamplingParams
+        self, request_id: str, prompt: object, params: SamplingParams, **scheduling: object
     ) -> EngineRequest:
         inputs = InputProcessor(
-            self.tokenizer, vocab_size=VOCAB_SIZE, max_model_len=self.max_model_len
+            self.tokenizer,
+            vocab_size=VOCAB_SIZE,
+            max_model_len=self.max_model_len,
+            has_priorities=True,
         )
-        return inputs.process(request_id, prompt, params)
+        return inputs.process(request_id, prompt, params, **scheduling)
 
     def apply_chat_template(self, messages: Sequence[dict], **options: object) -> list[int]:
         return render_chat(self.tokenizer, messages, **options)
@@ -192,6 +195,9 @@ class FakeEngine:
             num_preemptions=0,
             pages_total=100,
             pages_used=25,
+            pages_cached=10,
+            prefix_cache_queries=40,
+            prefix_cache_hits=8,
             prompt_tokens=self._prompt_tokens,
             generation_tokens=self._generation_tokens,
             num_steps=self.num_steps,

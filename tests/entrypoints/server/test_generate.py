@@ -30,7 +30,12 @@ def test_generate(served):
     assert answer == {
         "prompt": "hi",
         "outputs": [{"index": 0, **output}, {"index": 1, **output}],
-        "usage": {"prompt_tokens": 2, "completion_tokens": 42, "total_tokens": 44},
+        "usage": {
+            "prompt_tokens": 2,
+            "completion_tokens": 42,
+            "total_tokens": 44,
+            "prompt_tokens_details": {"cached_tokens": 0},
+        },
     }
 
 

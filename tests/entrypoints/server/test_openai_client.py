@@ -88,6 +88,7 @@ def test_completion_defaults_to_sixteen_tokens(served):
         "prompt_tokens": 2,
         "completion_tokens": 16,
         "total_tokens": 18,
+        "prompt_tokens_details": {"cached_tokens": 0},
     }
 
 
