@@ -1,25 +1,26 @@
 """How many pages the pool gets: the only place that turns bytes into pages.
 
-On an accelerator the pool takes what memory_utilization leaves after the params and the steps'
-temporaries; on a CPU, whose memory others use too, the least of 2 GiB, a quarter of what is
-available and what the rows can use.
+On an accelerator the pool takes what memory_utilization leaves after the params and the peak of the
+largest step; on a CPU, whose memory others use too, the least of 2 GiB, a quarter of what these leave of
+the memory available, and what the rows can use.
 """
 
 import dataclasses
-import logging
+import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import jax
 
 from jpaged.core.kv_cache_manager import KVGroupSpec, peak_pages
 from jpaged.errors import ConfigError
 
-logger = logging.getLogger(__name__)
-
 _CPU_POOL_BYTES = 2 * 2**30
 _CPU_SHARE = 4
 _MIB = 2**20
+# What XLA says of a step is believed to within this; a device has as much to spare.
+_TOLERANCE_BYTES = 64 * _MIB
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,6 +31,13 @@ class GroupSize:
     window: int | None
 
 
+class Budget(NamedTuple):
+    """Bytes that the page pool may take, and what they come from, in words."""
+
+    num_bytes: int
+    why: str
+
+
 @dataclasses.dataclass(frozen=True)
 class PoolPlan:
     """The pools of all groups, and the longest sequence that they and the model allow."""
@@ -37,23 +45,26 @@ class PoolPlan:
     specs: tuple[KVGroupSpec, ...]
     max_model_len: int
     num_bytes: int
+    budget: Budget = dataclasses.field(compare=False)
 
 
 def plan_pools(
     groups: Sequence[GroupSize],
     *,
-    budget_bytes: int,
+    budget: Budget,
     page_size: int,
     model_max_len: int,
     max_model_len: int | None,
     max_num_seqs: int,
     max_step_tokens: int,
 ) -> PoolPlan:
-    """Splits `budget_bytes` over the groups in proportion to what a longest sequence needs of each.
+    """Splits a budget over the groups in proportion to what a longest sequence needs of each.
 
     `max_model_len` None is lowered from `model_max_len` until one sequence fits; a given one that
     does not fit, or is beyond the model's, is a ConfigError that names the largest that does.
     """
+
+    budget_bytes = budget.num_bytes
 
     def pages(tokens: int) -> list[int]:
         return [peak_pages(tokens, page_size, g.window, max_step_tokens) for g in groups]
@@ -82,13 +93,6 @@ def plan_pools(
             f"has {budget_bytes}: the largest that fits is {largest}",
             field="max_model_len",
         )
-    if length < model_max_len and max_model_len is None:
-        logger.warning(
-            "max_model_len lowered from %d to %d, the longest that %d MiB of pages hold",
-            model_max_len,
-            length,
-            budget_bytes // _MIB,
-        )
     per_sequence = pages(length)
     # Page 0 aside, so many sequences of full length fit; more than max_num_seqs would never be used.
     spare = budget_bytes - num_bytes([0] * len(groups), 1)
@@ -97,7 +101,7 @@ def plan_pools(
     specs = tuple(
         KVGroupSpec(num_pages=n, window=g.window) for n, g in zip(counts, groups, strict=True)
     )
-    return PoolPlan(specs=specs, max_model_len=length, num_bytes=num_bytes(counts, 0))
+    return PoolPlan(specs, length, num_bytes(counts, 0), budget)
 
 
 def _largest(fits: Callable[[int], bool], high: int) -> int:
@@ -112,30 +116,79 @@ def _largest(fits: Callable[[int], bool], high: int) -> int:
     return low
 
 
+class PoolSizer:
+    """Finds the plan whose pools, beside params and the largest step, fill what there is."""
+
+    def __init__(
+        self, plan: Callable[[int], PoolPlan], *, params_bytes: int, guess_bytes: int
+    ) -> None:
+        """`plan` gives the pools that so many needed bytes leave room for; `guess_bytes` stands for a
+        step's peak where nobody says what it is."""
+        self._plan = plan
+        self._params_bytes = params_bytes
+        self._assumed = guess_bytes
+
+    def first(self, peak_bytes: Callable[[int], int | None]) -> PoolPlan:
+        """The plan by the peak of steps over a small pool, which `peak_bytes` gives for a max_model_len.
+
+        It is not asked where something else limits the pools.
+        """
+        most = self._plan(self._params_bytes)
+        if self._leaves(self._assumed, most):
+            return most
+        peak = peak_bytes(most.max_model_len)
+        if peak is not None:
+            self._assumed = peak
+        return self._plan(self._params_bytes + self._assumed)
+
+    def corrected(self, pools: PoolPlan, peak_bytes: int | None) -> PoolPlan | None:
+        """Smaller pools, if steps over `pools` turn out to take more than there is; else None.
+
+        What they take more than steps over a small pool is taken to grow with the pool, as it does where
+        a program copies it.
+        """
+        if peak_bytes is None or peak_bytes <= self._assumed + _TOLERANCE_BYTES:
+            return None
+        if self._leaves(peak_bytes, pools):
+            return None
+        share = (peak_bytes - self._assumed) / pools.num_bytes
+        more = math.ceil(share * pools.num_bytes / (1 + share))
+        return self._plan(self._params_bytes + self._assumed + more)
+
+    def _leaves(self, peak_bytes: int, pools: PoolPlan) -> bool:
+        """Whether steps of such a peak leave room for `pools`."""
+        try:
+            return self._plan(self._params_bytes + peak_bytes) == pools
+        except ConfigError:
+            return False
+
+
 def pool_budget(
     device: jax.Device,
     *,
     memory_utilization: float,
     kv_cache_memory_bytes: int | None,
     needed_bytes: int,
-) -> int:
-    """Bytes that the page pool may take on `device`, and logs which limit applied.
+) -> Budget:
+    """What the page pool may take on `device`. Raises ConfigError if that is nothing.
 
     `needed_bytes` is what params and the largest step will need beside what is in use now.
     """
     if kv_cache_memory_bytes is not None:
-        return kv_cache_memory_bytes
+        return Budget(kv_cache_memory_bytes, "kv_cache_memory_bytes")
+    needed = needed_bytes // _MIB
     if device.platform == "cpu":
         available = available_host_bytes()
-        budget = min(_CPU_POOL_BYTES, available // _CPU_SHARE)
-        logger.info(
-            "page pool: at most %d MiB (%s)",
-            budget // _MIB,
-            "the CPU's default"
-            if budget == _CPU_POOL_BYTES
-            else f"a quarter of the {available // _MIB} MiB available",
-        )
-        return budget
+        left = available - needed_bytes
+        why = f"{available // _MIB} MiB available, {needed} for params and steps"
+        if left <= 0:
+            raise ConfigError(
+                f"nothing is left for pages: {why}; kv_cache_memory_bytes takes them nevertheless",
+                field="kv_cache_memory_bytes",
+            )
+        if left // _CPU_SHARE > _CPU_POOL_BYTES:
+            return Budget(_CPU_POOL_BYTES, "the CPU's default")
+        return Budget(left // _CPU_SHARE, f"a quarter of what is left: {why}")
     stats = device.memory_stats() or {}
     limit = stats.get("bytes_limit")
     if not limit:
@@ -145,21 +198,14 @@ def pool_budget(
         )
     used = stats.get("bytes_in_use", 0)
     budget = int(limit * memory_utilization) - used - needed_bytes
-    logger.info(
-        "page pool: %d MiB of %d (memory_utilization %.2f, %d MiB in use, %d for params and steps)",
-        budget // _MIB,
-        limit // _MIB,
-        memory_utilization,
-        used // _MIB,
-        needed_bytes // _MIB,
-    )
     if budget <= 0:
         raise ConfigError(
             f"memory_utilization {memory_utilization} of {limit // _MIB} MiB leaves nothing for "
-            f"pages: {used // _MIB} MiB are in use, params and steps need {needed_bytes // _MIB}",
+            f"pages: {used // _MIB} MiB are in use, params and steps need {needed}",
             field="memory_utilization",
         )
-    return budget
+    why = f"memory_utilization {memory_utilization} of {limit // _MIB} MiB"
+    return Budget(budget, f"{why}, {used // _MIB} in use, {needed} for params and steps")
 
 
 def available_host_bytes(root: Path = Path("/")) -> int:

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jpaged.core.kv_cache_manager import KVCacheManager
+from jpaged.core.kv_cache_manager import KVCacheManager, KVGroupSpec
 from jpaged.core.step_plan import SampledToken, StepPlan
 from jpaged.models.config import ModelConfig
 from jpaged.models.weights import (
@@ -27,16 +27,19 @@ from jpaged.models.weights import (
 from jpaged.pallas_kernels import allocate_kv, bytes_per_page
 from jpaged.worker.compile_cache import default_cache_dir
 from jpaged.worker.device import choose_device, choose_dtype, platform_of
-from jpaged.worker.memory import GroupSize, PoolPlan, plan_pools, pool_budget
+from jpaged.worker.memory import GroupSize, PoolPlan, PoolSizer, plan_pools, pool_budget
 from jpaged.worker.model_runner import ModelRunner, StepInFlight
-from jpaged.worker.step_input import token_buckets
+from jpaged.worker.step_compiler import StepCompiler, StepPrograms
 from jpaged.worker.step_program import KV
 
 logger = logging.getLogger(__name__)
 
 # A CPU step of so many tokens takes a few tenths of a second: more would only delay the others' tokens.
 _DEFAULT_LIMITS = {"cpu": (64, 256), "gpu": (256, 2048), "tpu": (256, 2048)}
+# What libraries and the allocator take beside params and steps.
 _ACCELERATOR_MARGIN_BYTES = 256 * 2**20
+# Pages of the pool over which a step's own memory is found.
+_SMALL_POOL = 64
 
 
 class WeightSource(Protocol):
@@ -87,32 +90,56 @@ class Worker:
         # Without what a checkpoint may bring in excess: an update need not.
         self._public = {name: spec for name, spec in given.items() if name in wanted}
         # The pool is planned before the weights are read, so that a wrong length costs no wait.
-        self.pools = self._plan_pools(args, platform)
-        self.max_model_len = self.pools.max_model_len
-        params = self._layout.to_run(source.tensors(progress=args.progress), device=self.device)
-        self.runner = ModelRunner(
+        compiler = StepCompiler(
             self._layout,
-            params,
-            lambda: self._make_kv(args.page_size, platform),
             device=self.device,
             platform=platform,
             attention=args.attention,
             max_num_seqs=self.max_num_seqs,
-            max_model_len=self.max_model_len,
-            buckets=token_buckets(self.max_num_batched_tokens, self.max_num_seqs),
+            max_num_batched_tokens=self.max_num_batched_tokens,
+            cache=default_cache_dir() if args.compilation_cache else None,
         )
-        cache = default_cache_dir() if args.compilation_cache else None
-        self.runner.compile(cache, progress=args.progress)
-        logger.info(
-            "%s on %s: %s, max_model_len %d, %d rows, %d tokens a step, %d MiB of pages",
-            config.model_type,
-            self.device,
-            self.dtype,
-            self.max_model_len,
-            self.max_num_seqs,
-            self.max_num_batched_tokens,
-            self.pools.num_bytes // 2**20,
+        sizer = PoolSizer(
+            lambda needed: self._plan_pools(args, needed),
+            params_bytes=self._params_bytes(),
+            # Logits in float32 with copies for the sampler, and the widest activations of a layer.
+            guess_bytes=16 * self.max_num_seqs * config.vocab_size
+            + 32 * self.max_num_batched_tokens * config.hidden_size,
         )
+
+        def make_kv(specs: Iterable[KVGroupSpec], device: jax.Device | None) -> KV:
+            return self._make_kv(specs, args.page_size, platform, device)
+
+        def abstract_kv(specs: Iterable[KVGroupSpec]) -> KV:
+            shapes: KV = jax.eval_shape(lambda: make_kv(specs, None))
+            return shapes
+
+        small = [KVGroupSpec(_SMALL_POOL, group.window) for group in config.kv_groups]
+        self.pools = sizer.first(
+            lambda max_model_len: compiler.peak_bytes(abstract_kv(small), max_model_len)
+        )
+        params = self._layout.to_run(source.tensors(progress=args.progress), device=self.device)
+
+        def compile_steps() -> StepPrograms:
+            return compiler.compile(
+                abstract_kv(self.pools.specs), self.pools.max_model_len, progress=args.progress
+            )
+
+        programs = compile_steps()
+        smaller = sizer.corrected(self.pools, programs.peak_bytes)
+        if smaller is not None:
+            logger.warning("steps over so many pages take more memory than there is: fewer")
+            self.pools = smaller
+            programs = compile_steps()
+        self.max_model_len = self.pools.max_model_len
+        self.runner = ModelRunner(
+            params,
+            lambda: make_kv(self.pools.specs, self.device),
+            programs,
+            device=self.device,
+            max_num_seqs=self.max_num_seqs,
+        )
+        self._log(args, programs.peak_bytes)
 
     def dispatch(self, plan: StepPlan, kv: KVCacheManager) -> StepInFlight:
         """Sends a step to the device, behind those sent before; returns before it has run."""
@@ -155,7 +182,13 @@ class Worker:
         """Lets go of params, kv and compiled steps."""
         self.runner.close()
 
-    def _make_kv(self, page_size: int, platform: str) -> KV:
+    def _make_kv(
+        self,
+        specs: Iterable[KVGroupSpec],
+        page_size: int,
+        platform: str,
+        device: jax.Device | None,
+    ) -> KV:
         config = self.config
         return tuple(
             allocate_kv(
@@ -165,13 +198,20 @@ class Worker:
                 config.num_kv_heads,
                 config.head_dim,
                 dtype=self.dtype,
-                device=self.device,
+                device=device,
                 platform=platform,
             )
-            for group, spec in zip(config.kv_groups, self.pools.specs, strict=True)
+            for group, spec in zip(config.kv_groups, specs, strict=True)
         )
 
-    def _plan_pools(self, args: WorkerArgs, platform: str) -> PoolPlan:
+    def _params_bytes(self) -> int:
+        margin = 0 if platform_of(self.device) == "cpu" else _ACCELERATOR_MARGIN_BYTES
+        return margin + sum(
+            math.prod(spec.shape) * spec.dtype.itemsize for spec in self._layout.specs
+        )
+
+    def _plan_pools(self, args: WorkerArgs, needed_bytes: int) -> PoolPlan:
+        """The pools that `needed_bytes` for params and steps leave room for."""
         config = self.config
         groups = [
             GroupSize(
@@ -186,26 +226,44 @@ class Worker:
             )
             for group in config.kv_groups
         ]
-        needed = _ACCELERATOR_MARGIN_BYTES + sum(
-            math.prod(spec.shape) * spec.dtype.itemsize for spec in self._layout.specs
-        )
-        # Logits in float32 with copies for the sampler, and the widest activations of a layer.
-        needed += 16 * self.max_num_seqs * config.vocab_size
-        needed += 32 * self.max_num_batched_tokens * config.hidden_size
         budget = pool_budget(
             self.device,
             memory_utilization=args.memory_utilization,
             kv_cache_memory_bytes=args.kv_cache_memory_bytes,
-            needed_bytes=needed,
+            needed_bytes=needed_bytes,
         )
         return plan_pools(
             groups,
-            budget_bytes=budget,
+            budget=budget,
             page_size=args.page_size,
             model_max_len=config.max_position_embeddings,
             max_model_len=args.max_model_len,
             max_num_seqs=self.max_num_seqs,
             max_step_tokens=self.max_num_batched_tokens,
+        )
+
+    def _log(self, args: WorkerArgs, peak_bytes: int | None) -> None:
+        """What was decided."""
+        longest = self.config.max_position_embeddings
+        if args.max_model_len is None and self.max_model_len < longest:
+            logger.warning(
+                "max_model_len lowered from %d to %d, the longest that %d MiB of pages hold",
+                longest,
+                self.max_model_len,
+                self.pools.num_bytes // 2**20,
+            )
+        logger.info(
+            "%s on %s: %s, max_model_len %d, %d rows, %d tokens a step, %d MiB of pages (at most %s), "
+            "%s MiB for the largest step",
+            self.config.model_type,
+            self.device,
+            self.dtype,
+            self.max_model_len,
+            self.max_num_seqs,
+            self.max_num_batched_tokens,
+            self.pools.num_bytes // 2**20,
+            self.pools.budget.why,
+            "unknown" if peak_bytes is None else peak_bytes // 2**20,
         )
 
 
