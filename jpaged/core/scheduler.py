@@ -105,14 +105,14 @@ class Scheduler:
             return False
         if reason is FinishReason.STOP:
             self._forecast.learn(request)
-        self._roster.end(request, reason, stop_reason)
+        self._end(request, reason, stop_reason)
         return True
 
     def expire(self, now: float) -> list[Request]:
         """Ends the requests whose deadline has come, in whatever state they are."""
         expired = self._roster.overdue(now)
         for request in expired:
-            self._roster.end(request, FinishReason.ABORT, "deadline")
+            self._end(request, FinishReason.ABORT, "deadline")
         return expired
 
     def schedule(self) -> StepPlan:
@@ -154,7 +154,7 @@ class Scheduler:
             reason, stop_reason = request.ending()
             if reason is not None:
                 self._forecast.learn(request)
-                self._roster.end(request, reason, stop_reason)
+                self._end(request, reason, stop_reason)
             events.append(TokenEvent(request=request, sampled=token, finish_reason=reason))
         return events
 
@@ -339,6 +339,11 @@ class Scheduler:
         request.num_preemptions += 1
         self.num_preemptions += 1
         planning.preempted.append(request)
+
+    def _end(self, request: Request, reason: FinishReason, stop_reason: int | str | None) -> None:
+        """Ends a request; what it has computed is there for the next turn of its conversation."""
+        self._reuse.register(request)
+        self._roster.end(request, reason, stop_reason)
 
     def _fail(self, request: Request, error: Exception, planning: _Planning) -> None:
         self._roster.end(request, FinishReason.ERROR, None)

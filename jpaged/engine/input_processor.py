@@ -176,6 +176,7 @@ class InputProcessor:
                     "prompt is text, and this engine has no tokenizer: give prompt_token_ids",
                     field="prompt",
                 )
+            _check_text(prompt, "prompt")
             return prompt, list(self._tokenizer.encode(prompt))
         return None, self._check_ids(prompt)
 
@@ -212,9 +213,13 @@ def _check_timeout(timeout: object) -> None:
         raise RequestError(
             f"timeout must be a number of seconds, got {type(timeout).__name__}", field="timeout"
         )
-    if not 0 < float(timeout) < math.inf:
+    try:
+        is_finite = 0 < float(timeout) < math.inf
+    except OverflowError:
+        is_finite = False
+    if not is_finite:
         raise RequestError(
-            f"timeout must be above 0 seconds and finite, got {timeout}", field="timeout"
+            f"timeout must be above 0 seconds and finite, got {timeout!r:.20}", field="timeout"
         )
 
 
@@ -225,4 +230,16 @@ def _cache_salt(prompt: Prompt) -> str | None:
         raise RequestError(
             f"cache_salt must be a non-empty string, got {salt!r}", field="cache_salt"
         )
+    if salt is not None:
+        _check_text(salt, "cache_salt")
     return salt
+
+
+def _check_text(text: str, field: str) -> None:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise RequestError(
+            f"{field} holds half of a surrogate pair, which is no character, at {error.start}",
+            field=field,
+        ) from error

@@ -5,6 +5,7 @@ tells the scheduler.
 """
 
 import dataclasses
+import logging
 import time
 
 from jpaged.core.step_plan import SampledToken
@@ -13,6 +14,8 @@ from jpaged.engine.outputs import CompletionOutput, Logprob, RequestMetrics, Req
 from jpaged.sampling.detokenizer import Decoder, Detokenizer
 from jpaged.sampling.params import RequestOutputKind
 from jpaged.sampling.stops import StopStrings
+
+logger = logging.getLogger("jpaged")
 
 
 class SampleState:
@@ -71,13 +74,21 @@ class SampleState:
         return self._append(self._detokenizer.push(sampled.token))
 
     def finish(self, reason: str, stop_reason: int | str | None) -> None:
-        """Ends the sample; text that was held back is let go, unless a stop string is in it."""
+        """Ends the sample; text that was held back is let go, unless a stop string is in it.
+
+        Where that text cannot be made, the reason is "error".
+        """
         self.changed = True
         self.finish_reason = reason
         self.stop_reason = stop_reason
-        if self._detokenizer is None or isinstance(stop_reason, str):
+        if self._detokenizer is None or (reason == "stop" and isinstance(stop_reason, str)):
             return
-        stop = self._append(self._detokenizer.flush())
+        try:
+            stop = self._append(self._detokenizer.flush())
+        except Exception as error:  # this request's fault alone
+            logger.error("a request failed: the end of its text could not be made", exc_info=error)
+            self.finish_reason, self.stop_reason = "error", None
+            return
         if stop is not None:
             self.finish_reason, self.stop_reason = "stop", stop
 

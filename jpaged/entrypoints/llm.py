@@ -1,5 +1,7 @@
 """LLM: the engine for a program that has all its prompts at hand."""
 
+import collections
+import contextlib
 import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -10,7 +12,7 @@ from jpaged.engine.engine_args import EngineArgs
 from jpaged.engine.input_processor import EngineRequest, Prompt
 from jpaged.engine.llm_engine import LLMEngine
 from jpaged.engine.outputs import RequestOutput
-from jpaged.errors import RequestError
+from jpaged.errors import QueueFullError, RequestError
 from jpaged.sampling.params import RequestOutputKind, SamplingParams
 
 Message = Mapping[str, object]
@@ -119,11 +121,11 @@ class LLM:
             )
         ids = [request.request_id for request in requests]
         done: dict[str, RequestOutput] = {}
+        queued = collections.deque(requests)
         try:
-            for request in requests:
-                self.engine.add_processed(request)
             with tqdm(total=len(ids), desc="Prompts", disable=not use_tqdm) as bar:
                 while len(done) < len(ids):
+                    self._feed(queued)
                     for output in self.engine.step():
                         done[output.request_id] = output
                         bar.update()
@@ -131,6 +133,13 @@ class LLM:
             # An interrupt must not leave requests behind that the next call would run.
             self.engine.abort_request([i for i in ids if i not in done])
         return [done[i] for i in ids]
+
+    def _feed(self, requests: collections.deque[EngineRequest]) -> None:
+        """Moves requests to the engine while its queue has room; the limit is for others' requests."""
+        with contextlib.suppress(QueueFullError):
+            while requests:
+                self.engine.add_processed(requests[0])
+                requests.popleft()
 
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

@@ -123,20 +123,26 @@ def check_faults(
     check: Callable[[dict[str, list[Said]], dict[str, list[Said]]], None] | None,
 ) -> None:
     """A run with a fault at each call of `at`, each followed by one without; `check` None: all is right."""
+    with failing(place, lambda call: False) as calls:
+        assert serve(engine) == wanted
+    rounds = -(-max(at) // calls.count)
     fired = 0
     for k in at:
         with failing(place, lambda call, k=k: call == k) as calls:  # type: ignore[misc]
-            said = serve(engine)
-        if check is None or not calls.failed:
-            assert said == wanted, f"call {k}"
-        else:
-            check(said, wanted)
-        assert calls.failed == (calls.count >= k)
+            said = [serve(engine) for _ in range(rounds)]
         fired += calls.failed
+        disturbed = [one for one in said if one != wanted]
+        if check is None or not calls.failed:
+            assert not disturbed, f"call {k}"
+        else:
+            assert len(disturbed) <= 1, f"call {k}"
+            for one in disturbed:
+                check(one, wanted)
         if k in SPREAD:
             engine.add_request("next", ids(SHORT), GREEDY.replace(max_tokens=4))
             assert driving.drain(engine)["next"].outputs[0].token_ids == tiny.greedy(SHORT, 4)
-    assert fired >= len(SPREAD), "there are hardly so many calls"
+    # A request that ends early leaves fewer calls than there were.
+    assert fired >= 0.9 * len(at), "there are hardly so many calls"
 
 
 @pytest.mark.parametrize("place", list(REQUEST_FAULTS))
