@@ -9,6 +9,10 @@ scheduler of LightLLM (Gong et al., ASPLOS 2025).
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, TypeAlias
 
+# The part of the room that is not counted on: lengths of requests that turn out longer than expected
+# add up to about so much.
+MARGIN = 0.03
+
 
 class Demand(NamedTuple):
     """What one request holds and may come to hold, in tokens that it shares with nobody.
@@ -52,16 +56,17 @@ def reserve_max(demands: Sequence[Demand], room: Room) -> bool:
 
 
 def expected_peak(demands: Sequence[Demand], room: Room) -> bool:
-    """At no time are all expected to hold more than there is.
+    """At no time are all expected to hold more than there is, less a margin.
 
     All make a token a step. The peaks are where one ends: when the one with r tokens to go ends, those
     with at least as many to go hold what they have and r tokens more each.
     """
+    num_pages = room.num_pages - int(room.num_pages * MARGIN)
     if room.most_pages is not None:
         # A window's pages do not grow with time; that they are not held to the end is left aside.
-        return _sum_of_peaks([d.tokens + d.expected for d in demands], room) <= room.num_pages
+        return _sum_of_peaks([d.tokens + d.expected for d in demands], room) <= num_pages
     # A last page is half full on average.
-    limit = room.num_pages * room.page_size
+    limit = num_pages * room.page_size
     slack = (room.page_size - 1) / 2
     held = 0.0
     for count, (expected, tokens) in enumerate(

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from jpaged.core.admission import expected_peak
+from jpaged.core.admission import MARGIN, expected_peak
 from jpaged.core.forecast import Forecast
 from jpaged.core.kv_cache_manager import KVGroupSpec, pages_for, peak_pages
 from jpaged.core.request import Request
@@ -26,7 +26,8 @@ def walk_allows(run: FakeRunner, new: Request, end: int, hit: Sequence[bytes]) -
         held.update(table)
         walkers.append((r.num_tokens + r.num_pending, r.expected_tokens, r.num_hit * size))
     shared = (held - own) | ({pool.find(key) for key in hit} - held)
-    room = (pool.num_usable - len(shared)) * size
+    pages = pool.num_usable - len(shared)
+    room = (pages - int(pages * MARGIN)) * size
     time = 0
     while walkers:
         needed = sum(tokens + time - begun + (size - 1) / 2 for tokens, _, begun in walkers)

@@ -250,7 +250,8 @@ class GenerateWriter(Writer):
 
     def param(self, field: str | None) -> str | None:
         known = super().param(field)
-        return known if known in (None, "prompt") else f"sampling_params.{known}"
+        beside = (None, "prompt", "priority", "timeout", "cache_salt")
+        return known if known in beside else f"sampling_params.{known}"
 
     def body(self, outputs: Sequence[RequestOutput]) -> dict[str, object]:
         self._take_in(outputs)
