@@ -1,10 +1,11 @@
 """A step sent before the last one's tokens are known says what an engine with everything off says."""
 
+import collections
 import itertools
 import random
 from collections.abc import Iterator, Sequence
-from types import NoneType
 from typing import Any
+from unittest import mock
 
 import jax
 import pytest
@@ -125,8 +126,10 @@ def test_tokens_are_those_of_an_engine_with_everything_off(
         with CompilationCounter() as compilations:
             assert serve(engine, arrivals) == wanted, f"seed {seed}"
         assert compilations.count == 0
-        ends |= {(reason, type(stop)) for samples in wanted for *_, reason, stop in samples}
-    assert ends == {("length", NoneType), ("stop", NoneType), ("stop", int), ("stop", str)}
+        ends |= {
+            (reason, stop and type(stop)) for samples in wanted for *_, reason, stop in samples
+        }
+    assert ends == {("length", None), ("stop", None), ("stop", int), ("stop", str)}
     stats = engine.stats()
     assert (stats.num_preemptions > 0) == is_small or chunk < 4  # few rows need few pages
     assert (stats.prefix_cache_hits > 0) == caching
@@ -140,6 +143,15 @@ def ending(engine: LLMEngine, prompt: list[int], end: str) -> SamplingParams:
     stop_id, stop_string = [sample.token_ids[9]], sample.text[7:9]
     changes = {"stop id": {"stop_token_ids": stop_id}, "stop string": {"stop": stop_string}}
     return GREEDY.replace(**changes.get(end, {"max_tokens": 7}))
+
+
+def test_a_step_is_sent_before_the_last_is_waited_for(twins: list[LLMEngine]) -> None:
+    for served, order in zip(twins, ("dcdcdc", "ddcdcc"), strict=True):
+        spy = mock.Mock(wraps=served._worker)
+        with mock.patch.object(served._steps, "_worker", spy):
+            served.add_request("r", ids(PROMPTS[0]), GREEDY.replace(max_tokens=3))
+            driving.drain(served)
+        assert "".join(name[0] for name, *_ in spy.mock_calls) == order
 
 
 @pytest.mark.parametrize("end", ENDS)
@@ -162,7 +174,6 @@ def test_a_batch_takes_at_most_one_step_more(twins: list[LLMEngine], end: str) -
 
 @pytest.mark.parametrize("end", ENDS)
 def test_pages_are_back_when_the_end_is_told(twins: list[LLMEngine], end: str) -> None:
-    """That is one step later."""
     calls = [0, 0]
     for lag, served in enumerate(twins):
         served.add_request("first", ids(PROMPTS[0]), ending(served, PROMPTS[0], end))
@@ -198,34 +209,30 @@ def test_an_abort_frees_id_row_and_pages_at_once(twins: list[LLMEngine]) -> None
             assert output.outputs[0].token_ids == wanted[int(name) or 5], (steps, name)
 
 
-def take(tokens: dict[tuple[str, int, int], list[int]], outputs: list[RequestOutput]) -> None:
-    """Adds what is new to the tokens of a request, a sample and a version of the weights."""
-    for output in outputs:
-        for sample in output.outputs:
-            key = (output.request_id, sample.index, sample.weights_version)
-            tokens.setdefault(key, []).extend(sample.token_ids)
-
-
 def test_new_weights_begin_behind_the_step_in_flight(twins: list[LLMEngine]) -> None:
     """Whether a request runs, fills its pages or waits, no later token is of old weights or pages."""
     params = GREEDY.replace(output_kind=RequestOutputKind.DELTA, max_tokens=12)
     engine = twins[1]
     for steps, (seed, new_seed) in enumerate([(0, 1), (1, 0)] * 4):
         version = engine.weights_version
-        tokens: dict[tuple[str, int, int], list[int]] = {}
+        outputs: list[RequestOutput] = []
         for i in range(4):
             engine.add_request(str(i), ids(PROMPTS[i + 1]), params.replace(n=1 + (i == 1)))
         for _ in range(steps):
-            take(tokens, engine.step())
+            outputs += engine.step()
         with CompilationCounter() as compilations:
             with pytest.raises(ModelLoadError):
                 engine.update_params({})
             engine.update_params(tiny.model(new_seed))
             while engine.has_unfinished_requests():
-                take(tokens, engine.step())
+                outputs += engine.step()
         assert compilations.count == 0
+        tokens: dict[tuple[str, int, int], list[int]] = collections.defaultdict(list)
+        for output in outputs:
+            for sample in output.outputs:
+                tokens[output.request_id, sample.index, sample.weights_version] += sample.token_ids
         for name, index in [("0", 0), ("1", 0), ("1", 1), ("2", 0), ("3", 0)]:
-            prompt, old = PROMPTS[int(name) + 1], tokens.get((name, index, version), [])
+            prompt, old = PROMPTS[int(name) + 1], tokens[name, index, version]
             assert old == tiny.greedy(prompt, len(old), seed=seed)
             rest = tiny.greedy(prompt + old, 12 - len(old), seed=new_seed)
             assert tokens[name, index, version + 1] == rest, (steps, name)
