@@ -233,18 +233,18 @@ def test_metrics_count_shared_pages_preemptions_and_the_queue(real, threads):
     names = ["prefix_cache_queries_total", "prefix_cache_hits_total", "num_preemptions_total"]
     names += ["request_queue_time_seconds_count"]
     before = {name: metric(real, name) for name in names}
-    (prompt,) = tiny.prompts(14, seed=5)
+    (prompt,) = tiny.prompts(13, seed=5)
     with held(real) as first:
         sent = [send(real, threads, TWO_ROWS)]
         real.until(lambda: first._looks)
-        sent += [send(real, threads, body("/generate", prompt)) for _ in range(2)]
+        sent += [send(real, threads, body("/generate", prompt)) for _ in range(3)]
         with held(real) as second:
             first.release()
             real.until(lambda: second._looks)
-            assert metric(real, "num_requests_waiting") == metric(real, "num_requests_running") == 2
+            assert [metric(real, f"num_requests_{s}") for s in ("running", "waiting")] == [2, 3]
             assert 0 < metric(real, "kv_cache_usage_perc") <= 1
-    for answer, asked in zip(sent, [SHORT[0], prompt, prompt], strict=True):
+    for answer, asked in zip(sent, [SHORT[0], prompt, prompt, prompt], strict=True):
         check_served(answer, asked)
     queries, hits, preemptions, queued = (metric(real, name) - before[name] for name in before)
-    assert (queries, hits, queued, preemptions > 0) == (3 + 14 + 14, 12, 3, True)
+    assert (queries, hits, queued, preemptions > 0) == (3 + 3 * 13, 2 * 12, 4, True)
     assert metric(real, "num_requests_waiting") == metric(real, "kv_cache_usage_perc") == 0
